@@ -265,7 +265,7 @@ def _scan_packed(scan, q, k, v, g, beta, state, cu):
 
 
 def _scan_tokens(q, k, v, g, beta, state, erase=True):
-    """The definition, token by token. q, k, g [B, HV, T, K], v [B, HV, T, V], state [B, HV, K, V]."""
+    """The definition. q, k, g [B, HV, T, K], v [B, HV, T, V], beta [B, HV, T], S [B, HV, K, V]."""
     outputs = []
     for t in range(q.shape[2]):
         state = g[:, :, t].exp()[..., None] * state

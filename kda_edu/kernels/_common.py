@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .checks import KERNEL_DTYPES
+
 RCP_LN2 = 1.4426950408889634  # 1 / ln 2: natural-log gates times this feed exp2
 
 
@@ -27,6 +29,20 @@ def dot_precision(dtype: torch.dtype) -> str:
     small exponent range.
     """
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def tile_budget() -> int:
+    """Bytes of shared memory that the tiles of a pipelined loop may take on this chip.
+
+    The smallest limit per program is 64 KB (AMD CDNA 3) and 99 KB (NVIDIA consumer chips), against
+    163 KB (A100) and 227 KB (H100 and later); the rest of a kernel needs some of it.
+    """
+    if triton.knobs.runtime.interpret:
+        return 48 * 1024
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend != "cuda":
+        return 48 * 1024
+    return {80: 120, 90: 160, 100: 160, 103: 160}.get(target.arch, 72) * 1024
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -55,15 +71,57 @@ def row_strides(x: torch.Tensor) -> tuple[int, int]:
 
 
 def on_device_of_first_argument(function):
-    """Launch on the GPU that holds the first argument, whatever the current device is."""
+    """Launch on the GPU that holds the first tensor, whatever the current device is."""
 
     @functools.wraps(function)
-    def wrapper(x, *args, **kwargs):
-        on_gpu = isinstance(x, torch.Tensor) and x.device.type == "cuda"
+    def wrapper(*args, **kwargs):
+        given = (*args, *kwargs.values())
+        x = next((x for x in given if isinstance(x, torch.Tensor)), None)
+        on_gpu = x is not None and x.device.type == "cuda"
         with torch.cuda.device(x.device) if on_gpu else contextlib.nullcontext():
-            return function(x, *args, **kwargs)
+            return function(*args, **kwargs)
 
     return wrapper
+
+
+def autocast(*tensors):
+    """The tensors in the dtype of the enclosing `torch.autocast`; as they are where there is none.
+
+    Meant for q, k and v. The gate, beta, the state and the gate's parameters keep their dtype.
+    """
+    device_type = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) if getattr(x, "dtype", None) in KERNEL_DTYPES else x for x in tensors)
+
+
+def forward_only(name, outputs, inputs):
+    """`outputs`, in a graph whose backward raises: a missing gradient is never silent.
+
+    outputs: a tuple of tensors or None, made by a kernel that has no backward.
+    inputs: the tensors (or None) that they were made from.
+    """
+    inputs = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not (torch.is_grad_enabled() and inputs):
+        return outputs
+    made = [x for x in outputs if x is not None]
+    made = iter(_ForwardOnly.apply(name, len(made), *made, *inputs))
+    return tuple(None if x is None else next(made) for x in outputs)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name, count, *tensors):
+        ctx.name = name
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(
+            f"{ctx.name} has no backward. For gradients use the function of the same formula in "
+            "kda_edu.reference, which is plain PyTorch; for none, call it under torch.no_grad()."
+        )
 
 
 @triton.jit
@@ -90,3 +148,25 @@ def log_decay(x, rate, lower_bound, beta, threshold, USE_LOWER_BOUND: tl.constex
     else:
         g = -rate * softplus(x, beta, threshold)
     return g
+
+
+@triton.jit
+def locate_chunk(i_t, i_b, chunks, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """(first token on the flattened B * T axis as int64, number of tokens) of chunk i_t."""
+    if PACKED:
+        start = tl.load(chunks + 2 * i_t).to(tl.int64)
+        count = tl.load(chunks + 2 * i_t + 1)
+    else:
+        start = i_b.to(tl.int64) * T + i_t * C
+        count = tl.minimum(T - i_t * C, C)
+    return start, count
+
+
+@triton.jit
+def write_strength(beta, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
+    """beta itself, or sigmoid of its logit, or twice that."""
+    if SIGMOID:
+        beta = tl.sigmoid(beta)
+        if NEG_EIGVAL:
+            beta = 2.0 * beta
+    return beta

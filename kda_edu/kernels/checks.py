@@ -93,16 +93,12 @@ def check_floating(name, x, *, shape=None, device=None):
 
 def check_state(name, state, shapes: Shapes, q, state_v_first, slots=None):
     """Check a recurrent state: float32 (float64 too when q is float64), one matrix per head."""
-    N, HV, K, V = slots or shapes.N, shapes.HV, shapes.K, shapes.V
-    if slots is None:
-        N = shapes.N
+    N, HV, K, V = shapes.N if slots is None else slots, shapes.HV, shapes.K, shapes.V
     layout = "[N, HV, V, K] (state_v_first=True)" if state_v_first else "[N, HV, K, V]"
     expected = (N, HV, V, K) if state_v_first else (N, HV, K, V)
     check_tensor(name, state, device=q.device)
     if tuple(state.shape) != expected:
-        raise ValueError(
-            f"{name}: expected shape {expected} = {layout}, got {tuple(state.shape)}"
-        )
+        raise ValueError(f"{name}: expected shape {expected} = {layout}, got {tuple(state.shape)}")
     wide = (torch.float32, torch.float64) if q.dtype == torch.float64 else (torch.float32,)
     check_tensor(name, state, dtypes=wide)
 
@@ -168,9 +164,7 @@ def _check_tokens(q, k, v, g, beta, dtypes, max_key_dim) -> Shapes:
             f"q, v: H, K, HV and V must be at least 1, got q {tuple(q.shape)}, v {tuple(v.shape)}"
         )
     if HV % H != 0:
-        raise ValueError(
-            f"v: expected HV (value heads) to be a multiple of H = {H}, got HV = {HV}"
-        )
+        raise ValueError(f"v: expected HV (value heads) to be a multiple of H = {H}, got HV = {HV}")
     if max_key_dim is not None and K > max_key_dim:
         raise ValueError(f"q: expected a key dimension K <= {max_key_dim}, got K = {K}")
     check_floating("g", g, shape=(B, T, HV, K), device=q.device)
