@@ -22,13 +22,27 @@ def key_tile(K: int) -> int:
     return max(16, next_power_of_2(K))
 
 
+def channel_tile(D: int, dtype: torch.dtype) -> int:
+    """Tile side for D channels visited in turn; float32 products need more registers."""
+    return min(key_tile(D), 32 if dtype == torch.float32 else 64)
+
+
 def dot_precision(dtype: torch.dtype) -> str:
-    """Precision of `tl.dot` on float32 operands: exact for float32 inputs, tf32 for 16-bit ones.
+    """Precision of `tl.dot` on float32 operands: float32 for float32 inputs, tf32 for 16-bit ones.
 
     tf32 keeps 10 mantissa bits, more than bfloat16 (7) and as many as float16, without float16's
-    small exponent range.
+    small exponent range. On NVIDIA chips float32 is three tf32 products (an error near 2^-22):
+    true float32 products have no tensor core, and their tiles spill thousands of bytes.
     """
-    return "ieee" if dtype == torch.float32 else "tf32"
+    if dtype != torch.float32:
+        return "tf32"
+    return "tf32x3" if _backend() == "cuda" else "ieee"
+
+
+def _backend() -> str:
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    return triton.runtime.driver.active.get_current_target().backend
 
 
 def tile_budget() -> int:
@@ -37,12 +51,10 @@ def tile_budget() -> int:
     The smallest limit per program is 64 KB (AMD CDNA 3) and 99 KB (NVIDIA consumer chips), against
     163 KB (A100) and 227 KB (H100 and later); the rest of a kernel needs some of it.
     """
-    if triton.knobs.runtime.interpret:
+    if _backend() != "cuda":
         return 48 * 1024
-    target = triton.runtime.driver.active.get_current_target()
-    if target.backend != "cuda":
-        return 48 * 1024
-    return {80: 120, 90: 160, 100: 160, 103: 160}.get(target.arch, 72) * 1024
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return {80: 120, 90: 160, 100: 160, 103: 160}.get(arch, 72) * 1024
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

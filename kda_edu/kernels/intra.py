@@ -221,7 +221,7 @@ def chunk_kda_scaled_dot_kkt_fwd(
             K=K,
             C=C,
             BC=SUB_CHUNK,
-            BK=min(key_tile(K), 128),
+            BK=min(key_tile(K), 64 if q.dtype == torch.float32 else 128),
             PACKED=layout.chunks is not None,
             BOUNDED=bounded,
             RESIDUAL=G_residual is not None,

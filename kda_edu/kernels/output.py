@@ -16,8 +16,8 @@ import triton.language as tl
 
 from ._common import (
     as_rows,
+    channel_tile,
     dot_precision,
-    key_tile,
     locate_chunk,
     on_device_of_first_argument,
     row_strides,
@@ -126,8 +126,8 @@ def chunk_gla_fwd_o_gk(
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     q = as_rows(q)
     o = torch.empty_like(v_new)
-    BV = min(key_tile(V), 64)
-    BK = min(key_tile(K), 64)
+    BV = channel_tile(V, q.dtype)
+    BK = channel_tile(K, q.dtype)
     stage = (C * BK + BK * BV) * h.element_size() + C * BK * q.element_size()
     if o.numel() > 0:
         chunk_gla_fwd_o_gk_kernel[(layout.programs(HV) * triton.cdiv(V, BV),)](

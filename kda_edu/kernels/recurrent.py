@@ -4,10 +4,10 @@
 
 The columns of S never mix, so each program owns BV of them, for one sequence and one value head.
 
-Grid: tiles of V x value heads x sequences, in one axis. Per token and value head, in 16 bits with a
-float32 gate: reads 2 K (q) + 2 K (k) + 4 K (g) + 2 V (v) + 2 (beta) bytes, writes 2 V (o); q, k and
-g are read again by each tile of V, mostly from cache. Per call and head: reads and writes the state,
-4 K V bytes each way. At T = 1 (decode) that is nearly all there is.
+Grid: tiles of V x value heads x sequences, in one axis. Per token and value head, in 16 bits with
+a float32 gate: reads 2 K (q) + 2 K (k) + 4 K (g) + 2 V (v) + 2 (beta) bytes, writes 2 V (o); q, k
+and g are read again by each tile of V, mostly from cache. Per call and value head: reads and writes
+the state, 4 K V bytes each way. At T = 1 (decode) that is nearly all there is.
 """
 
 import torch
@@ -27,6 +27,10 @@ from ._common import (
 from .checks import check_kda, check_state, check_tensor
 from .gate import SOFTPLUS_BETA, SOFTPLUS_THRESHOLD
 from .l2norm import EPS, reciprocal_norm
+
+NORM_EPS = tl.constexpr(EPS)
+GATE_BETA = tl.constexpr(SOFTPLUS_BETA)
+GATE_THRESHOLD = tl.constexpr(SOFTPLUS_THRESHOLD)
 
 
 @triton.jit
@@ -141,7 +145,7 @@ def fused_recurrent_kda_kernel(
     p_g = g + start * g_token + i_hv * g_head + o_k
     p_beta = beta + start * beta_token + i_hv * beta_head
     p_o += start * (HV * V)
-    for _ in range(start, end):
+    for _ in tl.range(start, end, num_stages=3):  # the next tokens are fetched meanwhile
         b_q = tl.load(p_q, mask=m_k, other=0.0).to(tl.float32)  # [BK]
         b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
         b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
@@ -171,11 +175,6 @@ def fused_recurrent_kda_kernel(
 
     if final_state is not None:
         tl.store(final_state + o_S, b_S, mask=m_S)
-
-
-NORM_EPS = tl.constexpr(EPS)
-GATE_BETA = tl.constexpr(SOFTPLUS_BETA)
-GATE_THRESHOLD = tl.constexpr(SOFTPLUS_THRESHOLD)
 
 
 def fused_recurrent_kda(
@@ -247,9 +246,7 @@ def fused_recurrent_kda(
     final_state = None
     if output_final_state:
         K, V = (shapes.V, shapes.K) if state_v_first else (shapes.K, shapes.V)
-        final_state = torch.empty(
-            shapes.N, shapes.HV, K, V, dtype=torch.float32, device=v.device
-        )
+        final_state = torch.empty(shapes.N, shapes.HV, K, V, dtype=torch.float32, device=v.device)
     _launch(
         (q, k, v, g, beta),
         o,
@@ -357,15 +354,16 @@ def _check_pool(state_pool, slot_indices, shapes, q, state_v_first):
         )
 
 
-def _tile(heads, V):
-    """(columns of the state per program, warps) for `heads` = sequences x value heads.
+def _tile_width(heads, BK, V):
+    """Columns of the state per program, for `heads` = sequences x value heads.
 
-    Few heads: narrow tiles, so that every multiprocessor gets a program. Many: tiles of 32 columns,
-    which are whole cache lines of a [K, V] state. No timing is involved, so the choice, and with
-    it the order of every sum, depends on the shapes alone.
+    Few heads: narrow tiles, so that every multiprocessor gets programs. Many: wider ones, which
+    read longer pieces of each row of the state. One warp holds a tile, at most 64 registers per
+    thread, so no sum crosses warps. Nothing is timed: the choice, and with it the order of every
+    sum, depends on the shapes alone.
     """
-    BV, num_warps = (8, 1) if heads * V < 2**15 else (32, 4)
-    return min(BV, next_power_of_2(V)), num_warps
+    BV = 8 if heads * V < 2**15 else min(16, 2048 // BK)
+    return min(BV, next_power_of_2(V))
 
 
 @on_device_of_first_argument
@@ -393,7 +391,8 @@ def _launch(
     q, k, v, g, beta = (as_rows(x) for x in (q, k, v, g, beta[..., None]))
     strides = [stride for x in (q, k, v, g, beta) for stride in row_strides(x)]
     state = final_state if initial_state is None else initial_state
-    BV, num_warps = _tile(N * HV, V)
+    BK = next_power_of_2(K)
+    BV = _tile_width(N * HV, BK, V)
     programs = triton.cdiv(V, BV) * HV * N
     if programs == 0:
         return
@@ -427,7 +426,7 @@ def _launch(
         USE_LOWER_BOUND=lower_bound is not None,
         USE_BETA_SIGMOID=use_beta_sigmoid_in_kernel,
         ALLOW_NEG_EIGVAL=allow_neg_eigval,
-        BK=next_power_of_2(K),
+        BK=BK,
         BV=BV,
-        num_warps=num_warps,
+        num_warps=1,
     )

@@ -44,6 +44,16 @@ def block_diagonal(b_X, NC: tl.constexpr, BC: tl.constexpr):
     return tl.reshape(b_D, [NC * BC, NC * BC])
 
 
+@triton.jit
+def merge_pairs(b_X, p_A, o_i, m_i, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """X - X M X, with M the blocks of A that join two neighbouring blocks of SIZE rows."""
+    pair, side = o_i // (2 * SIZE), o_i // SIZE
+    m_M = (pair[:, None] == pair[None, :]) & (side[:, None] > side[None, :])
+    b_M = tl.load(p_A, mask=m_i & m_M, other=0.0)  # [C, C]
+    b_MX = tl.dot(b_M, b_X, input_precision=PRECISION)
+    return b_X - tl.dot(b_X, b_MX, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["T"])
 def solve_tril_kda_kernel(
     A,
@@ -78,14 +88,10 @@ def solve_tril_kda_kernel(
     o_i = tl.arange(0, C)
     o_ij = o_i[:, None] * (HV * C) + o_i[None, :]
     m_i = (o_i < count)[:, None]
-    for level in tl.static_range(2):
-        size: tl.constexpr = BC << level
-        if C > size:
-            pair, side = o_i // (2 * size), o_i // size
-            m_merge = (pair[:, None] == pair[None, :]) & (side[:, None] > side[None, :])
-            b_M = tl.load(A + o_ij, mask=m_i & m_merge, other=0.0)  # [C, C]
-            b_MX = tl.dot(b_M, b_X, input_precision=PRECISION)
-            b_X -= tl.dot(b_X, b_MX, input_precision=PRECISION)
+    if C > BC:
+        b_X = merge_pairs(b_X, A + o_ij, o_i, m_i, BC, PRECISION)
+    if C > 2 * BC:
+        b_X = merge_pairs(b_X, A + o_ij, o_i, m_i, 2 * BC, PRECISION)
     tl.store(A_inv + o_ij, b_X.to(A_inv.dtype.element_ty), mask=m_i & (o_i < C)[None, :])
 
 
@@ -118,7 +124,7 @@ def solve_tril_kda(A, *, cu_seqlens=None, layout=None, output_dtype=torch.float3
             BC=16,
             PACKED=layout.chunks is not None,
             PRECISION=dot_precision(output_dtype),
-            num_warps=4,
+            num_warps=8 if output_dtype == torch.float32 else 4,
             num_stages=1,
         )
     return A_inv

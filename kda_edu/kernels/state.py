@@ -196,8 +196,13 @@ def state_tile(chains, K, V, C, dtype) -> dict:
     Few chains: narrow tiles, so that more programs fill the chip. Stages as shared memory allows.
     """
     BK = key_tile(K)
-    wide = 64 if chains >= 48 and BK <= 128 and dtype != torch.float32 else 32
+    wide = 64 if chains >= 48 and BK <= 128 else 32
+    if dtype == torch.float32:  # three tf32 products hold three copies of each operand
+        wide = 16 if BK == 256 else 32
     BV = min(wide, max(16, triton.next_power_of_2(V)))
+    num_warps = 8 if dtype == torch.float32 and BK == 256 else 4
     itemsize = 2 if dtype == torch.bfloat16 else 4
     stage = (2 * C * BK + BV * C) * itemsize
-    return dict(BK=BK, BV=BV, num_warps=4, num_stages=max(1, min(2, tile_budget() // stage)))
+    return dict(
+        BK=BK, BV=BV, num_warps=num_warps, num_stages=max(1, min(2, tile_budget() // stage))
+    )

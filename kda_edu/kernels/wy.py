@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ._common import (
     as_rows,
+    channel_tile,
     dot_precision,
-    key_tile,
     locate_chunk,
     on_device_of_first_argument,
     row_strides,
@@ -160,8 +160,8 @@ def recompute_w_u_fwd(
             K=K,
             V=V,
             C=C,
-            BK=min(key_tile(K), 64),
-            BV=min(key_tile(V), 64),
+            BK=channel_tile(K, k.dtype),
+            BV=channel_tile(V, k.dtype),
             PACKED=layout.chunks is not None,
             RESIDUAL=G_residual is not None,
             BETA_SIGMOID=use_beta_sigmoid,

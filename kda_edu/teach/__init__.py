@@ -4,6 +4,7 @@ Importing this imports torch and the standard library only; matplotlib and IPyth
 by the first function that draws or shows.
 """
 
+from . import records
 from .check import BUDGETS, CheckFailed, budget_for, check, max_error, rms_error
 from .device import setup
 from .exercises import check_exercise, exercise, solution, stub
@@ -39,6 +40,7 @@ __all__ = [
     "heatmaps",
     "make_inputs",
     "max_error",
+    "records",
     "rms_error",
     "setup",
     "show",

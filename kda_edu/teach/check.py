@@ -119,7 +119,7 @@ def show_bound(error, dtype, budget):
     exponent = math.floor(math.log10(error)) if error > 0 else -16
     rungs = [mantissa * 10.0**power for power in (exponent, exponent + 1) for mantissa in (1, 3)]
     bound = next((rung for rung in rungs if rung > error), budget)
-    return f"error < {bound:.0e}" if bound < budget else f"error <= {budget:g}"
+    return f"error < {bound:g}" if bound < budget else f"error <= {budget:g}"
 
 
 def _worst(got, want, dims):

@@ -113,7 +113,7 @@ def error_map(got, want, alt=None, caption=None, names=("want", "got")):
     fig, axes = figure(1, 3, size=(7.5, 2.6))
     _draw(axes[0], want, scale, names[0], "ink", None)
     values = _draw(axes[1], got, scale, names[1], "ink", None)
-    errors = axes[2].imshow(gap, cmap="magma", aspect="auto", vmin=-17, vmax=1)
+    errors = axes[2].imshow(gap.numpy(), cmap="magma", aspect="auto", vmin=-17, vmax=1)
     _frame(axes[2], "log10 |difference|", "error")
     for drawn, where in ((values, list(axes[:2])), (errors, axes[2])):
         fig.colorbar(drawn, ax=where, shrink=0.8).outline.set_edgecolor(COLOURS["ink"])
@@ -208,9 +208,8 @@ def _render(fig):
 
 
 def _draw(ax, matrix, scale, title, symbol, labels):
-    drawn = ax.imshow(
-        matrix, cmap="RdBu_r", vmin=-scale, vmax=scale, aspect="auto", interpolation="nearest"
-    )
+    options = dict(cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    drawn = ax.imshow(matrix.numpy(), vmin=-scale, vmax=scale, **options)
     _frame(ax, title, symbol)
     if labels:
         ax.set_ylabel(labels[0])

@@ -7,7 +7,6 @@ leaves the pixels alone.
 """
 
 import base64
-import html
 import io
 import struct
 
@@ -57,23 +56,9 @@ class Picture:
             metadata["caption"] = self.caption
         return data, {"image/png": metadata}
 
-    def _ipython_display_(self):
-        from IPython.display import display
-
-        data, metadata = self._repr_mimebundle_()
-        display(data, metadata=metadata, raw=True)
-
     def __repr__(self):
         caption = f"\n{self.caption}" if self.caption else ""
         return f"[picture: {self.alt}]{caption}"
-
-    def to_html(self):
-        """`<img>` with the bytes inside, for a page that is not made from a notebook."""
-        encoded = base64.b64encode(self.data).decode("ascii")
-        return (
-            f'<img alt="{html.escape(self.alt)}" width="{self.size[0] // 2}" '
-            f'src="data:image/png;base64,{encoded}">'
-        )
 
 
 def encode(image):

@@ -75,10 +75,10 @@ def make_inputs(
     B, T, H, HV, K, V   sizes; HV (value heads) defaults to H and must be a multiple of it.
     dtype               of q, k, v and beta, which are rounded to it here, once. g and the state
                         are float32 (float64 if dtype is).
-    gate                "random": log decays between about -3 and -0.01; "none": 0, no decay;
-                        a number <= 0: that log decay everywhere (-inf too); "mixed": every
-                        token mixes channels with 0, -1e-6, -0.1, -5 and -20; "reset": random,
-                        and every 23rd token forgets everything (-inf).
+    gate                "random": log decays around -0.14, nearly all in -1.4 to -0.013;
+                        "none": 0, no decay; a number <= 0: that log decay everywhere, -inf
+                        too; "mixed": channels with 0, -1e-6, -0.1, -5 and -20 in every token;
+                        "reset": random, and every 23rd token forgets everything (-inf).
     beta                "random" in (0, 1), or a number.
     keys                "unit": random directions; "correlated": nearly the same direction (the
                         worst case for the triangular solve); "orthogonal": any K consecutive

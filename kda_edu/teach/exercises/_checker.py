@@ -45,9 +45,9 @@ def _judge_call(exercise, function, seed):
     given = _copy(arguments)
     try:
         result = function(**given)
-    except NotImplementedError:
-        return _unsolved(exercise)
     except Exception as error:
+        if isinstance(error, NotImplementedError) and not error.args:
+            return _unsolved(exercise)  # the line of the stub; torch's own always says more
         return _wrong(exercise, seed, f"it raised {type(error).__name__}: {error}", None)
     if result is None or result is Ellipsis:
         return _unsolved(exercise)
@@ -62,6 +62,7 @@ def _judge_call(exercise, function, seed):
 def compare(exercise, result, wanted):
     """None if every output is within the budget, else what is wrong with the first bad one."""
     results, wanted = _as_tuple(result), _as_tuple(wanted)
+    results = tuple(_as_tensor(x) for x in results)
     names = list(exercise.outputs)
     if len(results) != len(names):
         return f"it returned {len(results)} results, expected {len(names)}: {', '.join(names)}"
@@ -101,7 +102,9 @@ def _behaves_like(exercise, mistake, seed, result):
         other = mutant(**_copy(exercise.arguments(seed)))
     except Exception:
         return False
-    pairs = list(zip(_as_tuple(result), _as_tuple(other), strict=False))
+    pairs = list(
+        zip(map(_as_tensor, _as_tuple(result)), map(_as_tensor, _as_tuple(other)), strict=False)
+    )
     return bool(pairs) and all(_agree(a, b) for a, b in pairs)
 
 
@@ -114,6 +117,11 @@ def _as_tuple(result):
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
+def _as_tensor(x):
+    """A number counts as a tensor of no dimension."""
+    return torch.tensor(x, dtype=torch.float64) if isinstance(x, (bool, int, float)) else x
+
+
 def _copy(arguments):
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -122,4 +130,5 @@ def _copy(arguments):
 
 
 def _same(a, b):
-    return a.shape == b.shape and bool(torch.equal(a, b))
+    equal = (a == b) | (a.isnan() & b.isnan()) if a.shape == b.shape else torch.tensor(False)
+    return bool(equal.all())

@@ -16,7 +16,7 @@ def exercise(name):
     """Show the task of an exercise, with its stars and a folded hint. The stub cell follows."""
     made = get(name)
     stars = "★" * made.stars + "☆" * (3 - made.stars)
-    heading = f"Exercise {name.partition('.')[0]}: {made.title}"
+    heading = f"Exercise: {made.title}"
     page = (
         f'<div class="kda-card kda-exercise" style="{CARD}">'
         f"<p><strong>{html.escape(heading)}</strong> "

@@ -78,13 +78,16 @@ define(
             "(got - want).square().mean().sqrt()",
             "(got - want).abs().mean()",
         ),
-        "the root is missing": (".mean().sqrt() / want.square().mean().sqrt()", ".mean() / want.square().mean()"),
+        "the root is missing": (
+            ".mean().sqrt() / want.square().mean().sqrt()",
+            ".mean() / want.square().mean()",
+        ),
     },
     why="""
         The NaN is looked at last. Every earlier step would let it vanish: a maximum, a mask, a
         comparison.
         """,
-)  # fmt: skip
+)
 
 # -- two stars ---------------------------------------------------------------------------------
 
@@ -158,7 +161,7 @@ define(
         With `bits=7` this is what `.to(torch.bfloat16)` does; with `bits=10` it shows on a CPU
         what TF32 does to a product.
         """,
-)  # fmt: skip
+)
 
 # -- three stars -------------------------------------------------------------------------------
 
@@ -205,11 +208,14 @@ PLANTED = {
     "the starting state is ignored": ("outputs = []", "outputs, state = [], 0 * state"),
     "the starting state is transposed": ("outputs = []", "outputs, state = [], state.T"),
     "the state is read before the write": ("state.T @ q[t]", "before.T @ q[t]"),
-    "the tail after the last full 16 is zero": ("state.T @ q", "(t < len(q) // 16 * 16) * state.T @ q"),
+    "the tail after the last full 16 is zero": (
+        "state.T @ q",
+        "(t < len(q) // 16 * 16) * state.T @ q",
+    ),
     "NaN from token 64 on": ("state.T @ q", "(1 if t < 64 else math.nan) * state.T @ q"),
     "1/K in place of 1/sqrt(K)": ("** 0.5", "** 1.0"),
     "wrong by one part in ten thousand": ("** 0.5", "** 0.5 * 1.0001"),
-}  # fmt: skip
+}
 
 
 def build_candidate(old="", new=""):
@@ -266,7 +272,10 @@ define(
             "rms_error(got, want) <= 1e-10",
             "(got - want).abs().max().item() <= 1e-2",
         ),
-        "a NaN passes the comparison": ("rms_error(got, want) <= 1e-10", "not (got - want).abs().max() > 1e-10"),
+        "a NaN passes the comparison": (
+            "rms_error(got, want) <= 1e-10",
+            "not (got - want).abs().max() > 1e-10",
+        ),
         "only the shapes are compared": ("and rms_error(got, want) <= 1e-10", ""),
     },
     budget=0.0,
@@ -275,4 +284,4 @@ define(
         transposed one gives other numbers. Make them square with a zero state, and two mistakes
         get through at once.
         """,
-)  # fmt: skip
+)

@@ -130,7 +130,6 @@ define(
         "the old value is added, not removed": ("value - state.T", "value + state.T"),
         "the key points at one row only, which flips its sign": ("1.0, -1.0", "1.0, 0.0"),
         "the value is one, not zero": ("torch.zeros(state.shape[1]", "torch.ones(state.shape[1]"),
-        "the key divides by 2, not by its length": ("key / key.norm()", "key / 2"),
     },
     why="""
         Swaps generate every permutation, so a memory that may use $\\beta$ up to 2 can keep track
