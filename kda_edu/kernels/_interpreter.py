@@ -75,6 +75,33 @@ def _install():
     object.__setattr__(interpreter.interpreter_builder.options, "debug", True)
 
 
+def _patch_once():
+    """Let a kernel patch `triton.language` once, not again for each device function it calls.
+
+    Patching takes about half of the time of an interpreted kernel.
+    """
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_lang(function):
+        modules = {m for m in (tl, tl.core) if any(m is x for x in function.__globals__.values())}
+        if modules and modules <= patched:
+            return interpreter._LangPatchScope()  # nothing to restore
+        outermost, scope = not patched, patch(function)
+        patched.update(modules)
+        if outermost:
+            restore = scope.restore
+
+            def restore_all():
+                patched.clear()
+                restore()
+
+            scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_lang
+
+
 if not getattr(Builder, "_kda_edu_bf16", False):  # a copied folder may have installed it already
     _install()
+    _patch_once()
     Builder._kda_edu_bf16 = True

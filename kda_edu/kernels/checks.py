@@ -110,6 +110,10 @@ def check_cu_seqlens(cu_seqlens, B, T, device, cu_seqlens_cpu=None) -> int:
     the CPU, or through its copy `cu_seqlens_cpu`. Values that cannot be read are the caller's
     promise: start at 0, never decrease, end at T.
     """
+    if B != 1:
+        raise ValueError(
+            f"cu_seqlens: packed sequences need B = 1 (concatenate along T), got B = {B}"
+        )
     for name, cu, place in (
         ("cu_seqlens", cu_seqlens, device),
         ("cu_seqlens_cpu", cu_seqlens_cpu, torch.device("cpu")),
@@ -127,10 +131,6 @@ def check_cu_seqlens(cu_seqlens, B, T, device, cu_seqlens_cpu=None) -> int:
         raise ValueError(
             f"cu_seqlens_cpu: expected the shape of cu_seqlens {tuple(cu_seqlens.shape)}, "
             f"got {tuple(cu_seqlens_cpu.shape)}"
-        )
-    if B != 1:
-        raise ValueError(
-            f"cu_seqlens: packed sequences need B = 1 (concatenate along T), got B = {B}"
         )
     return cu_seqlens.numel() - 1
 

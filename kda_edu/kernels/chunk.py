@@ -16,7 +16,6 @@ from ._common import autocast, forward_only, on_device_of_first_argument
 from .checks import SAFE_LOWER_BOUND, check_kda
 from .cumsum import chunk_local_cumsum, kda_gate_chunk_cumsum
 from .intra import chunk_kda_scaled_dot_kkt_fwd
-from .l2norm import l2norm_fwd
 from .output import chunk_gla_fwd_o_gk
 from .sequences import chunk_layout
 from .solve_tril import solve_tril_kda
@@ -158,9 +157,6 @@ def chunk_kda_fwd(
     bounded = use_gate and lower_bound is not None and lower_bound >= SAFE_LOWER_BOUND
     residual = q.dtype == torch.float32 and not bounded
     beta_options = dict(use_beta_sigmoid=use_beta_sigmoid, allow_neg_eigval=allow_neg_eigval)
-    if use_qk_l2norm:
-        q, k = l2norm_fwd(q)[0], l2norm_fwd(k)[0]
-
     if use_gate:
         G = kda_gate_chunk_cumsum(
             g, A_log, dt_bias, lower_bound, chunk_size, layout=layout, residual=residual
@@ -170,11 +166,20 @@ def chunk_kda_fwd(
     G, G_residual = G if residual else (G, None)
     gate = dict(G_residual=G_residual, layout=layout)
 
-    A_kk, A_qk = chunk_kda_scaled_dot_kkt_fwd(
-        q, k, G, beta, scale, chunk_size, bounded=bounded, **beta_options, **gate
+    A_kk, A_qk, q_rstd, k_rstd = chunk_kda_scaled_dot_kkt_fwd(
+        q,
+        k,
+        G,
+        beta,
+        scale,
+        chunk_size,
+        bounded=bounded,
+        use_qk_l2norm=use_qk_l2norm,
+        **beta_options,
+        **gate,
     )
-    A_inv = solve_tril_kda(A_kk, layout=layout, output_dtype=k.dtype)
-    w, u, kg = recompute_w_u_fwd(k, v, beta, A_inv, G, **beta_options, **gate)
+    A_inv = solve_tril_kda(A_kk, layout=layout, exact=q.dtype == torch.float32)
+    w, u, kg = recompute_w_u_fwd(k, v, beta, A_inv, G, k_rstd=k_rstd, **beta_options, **gate)
     h, v_new, final_state = chunk_gated_delta_rule_fwd_h_kda(
         kg,
         w,
@@ -186,5 +191,5 @@ def chunk_kda_fwd(
         state_v_first=state_v_first,
         **gate,
     )
-    o = chunk_gla_fwd_o_gk(q, v_new, G, A_qk, h, scale, **gate)
+    o = chunk_gla_fwd_o_gk(q, v_new, G, A_qk, h, scale, q_rstd=q_rstd, **gate)
     return o, final_state, h

@@ -88,6 +88,8 @@ def l2norm_fwd(x, eps=EPS, output_dtype=None):
         raise ValueError(f"x: expected shape [..., D] with D >= 1, got {tuple(x.shape)}")
     if not isinstance(eps, (int, float)):
         raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
+    if not 0 < eps < float("inf"):
+        raise ValueError(f"eps: expected a finite number > 0, got {eps}")
     if output_dtype not in (None, *KERNEL_DTYPES):
         raise TypeError(f"output_dtype: expected one of {KERNEL_DTYPES}, got {output_dtype}")
 

@@ -6,7 +6,7 @@ with S the state before the chunk. The name is fla's: the same formula serves ga
 attention.
 
 Grid: (tiles of V) x chunks x value heads. Reads per token and head, in bf16: 2 K (q) + 4 K (G) +
-2 C (A_qk) + 2 V (v') + 2 K V / C (states), of which q, G, A_qk once per tile of V (from L2);
+4 C (A_qk) + 2 V (v') + 2 K V / C (states), of which q, G, A_qk once per tile of V (from L2);
 writes 2 V.
 """
 
@@ -35,6 +35,7 @@ def chunk_gla_fwd_o_gk_kernel(
     G_residual,
     A_qk,
     h,
+    q_rstd,
     # output
     o,
     # sizes
@@ -55,6 +56,7 @@ def chunk_gla_fwd_o_gk_kernel(
     # options
     PACKED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -85,13 +87,16 @@ def chunk_gla_fwd_o_gk_kernel(
         b_h = tl.load(p_h, mask=m_k[:, None] & m_v[None, :], other=0.0)  # [BK, BV]
         b_o += tl.dot(b_q, b_h, input_precision=PRECISION)
     b_o *= scale
+    if L2NORM:
+        p_rstd = q_rstd + (start + o_t) * H + i_h // (HV // H)
+        b_o *= tl.load(p_rstd, mask=m_t, other=0.0)[:, None]
 
     o_a = head * C + o_t[:, None] * (HV * C) + o_t[None, :]
     b_A = tl.load(A_qk + o_a, mask=m_t[:, None] & m_t[None, :], other=0.0)  # [C, C]
     o_tv = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
     m_tv = m_t[:, None] & m_v[None, :]
     b_v = tl.load(v_new + o_tv, mask=m_tv, other=0.0)  # [C, BV]
-    b_o += tl.dot(b_A, b_v, input_precision=PRECISION)
+    b_o += tl.dot(b_A, b_v.to(tl.float32), input_precision=PRECISION)
     tl.store(o + o_tv, b_o.to(o.dtype.element_ty), mask=m_tv)
 
 
@@ -105,6 +110,7 @@ def chunk_gla_fwd_o_gk(
     scale=None,
     *,
     G_residual=None,
+    q_rstd=None,
     cu_seqlens=None,
     layout=None,
 ):
@@ -115,6 +121,7 @@ def chunk_gla_fwd_o_gk(
             `chunk_gated_delta_rule_fwd_h_kda`; A_qk: from `chunk_kda_scaled_dot_kkt_fwd`, which
             holds its own scale.
         scale: of q; default K ** -0.5.
+        q_rstd: from `chunk_kda_scaled_dot_kkt_fwd`, multiplies q.
         G, G_residual, cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
@@ -137,6 +144,7 @@ def chunk_gla_fwd_o_gk(
             G_residual,
             A_qk,
             h,
+            q_rstd,
             o,
             layout.chunks,
             T,
@@ -153,6 +161,7 @@ def chunk_gla_fwd_o_gk(
             BV=BV,
             PACKED=layout.chunks is not None,
             RESIDUAL=G_residual is not None,
+            L2NORM=q_rstd is not None,
             PRECISION=dot_precision(q.dtype),
             num_warps=4,
             num_stages=max(1, min(2, tile_budget() // stage)),

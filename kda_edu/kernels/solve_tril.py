@@ -11,7 +11,7 @@ which for a whole chunk of pairs is X <- X - X M X, with X the block-diagonal of
 Substitution is exact where entries are small integers and needs no powers of A_kk, whose entries
 grow like binomial coefficients when keys are alike.
 
-Grid: chunks x value heads. Reads 4 C (float32), writes 2 C (bf16) bytes per token and head.
+Grid: chunks x value heads. Reads 4 C (float32), writes 4 C bytes per token and head.
 """
 
 import torch
@@ -23,16 +23,21 @@ from .sequences import chunk_layout
 
 
 @triton.jit
-def invert_diagonal_blocks(b_A, BC: tl.constexpr):
-    """(I + b_A)^-1 for a stack [NC, BC, BC] of strictly lower triangular blocks."""
-    o_r = tl.arange(0, BC)[None, :, None]
-    o_c = tl.arange(0, BC)[None, None, :]
-    b_X = -b_A  # rows 0 and 1 are final
-    for i in range(2, BC):
-        b_row = -tl.sum(tl.where(o_r == i, b_A, 0.0), axis=1)  # [NC, BC]: row i of -A
-        b_row += tl.sum(b_row[:, :, None] * b_X, axis=1)  # plus -A[i, :i] times the rows above
-        b_X = tl.where(o_r == i, b_row[:, None, :], b_X)
-    return b_X + tl.where(o_r == o_c, 1.0, 0.0)
+def invert_diagonal_blocks(p_A, o_row, stride, count, NC: tl.constexpr, BC: tl.constexpr):
+    """(I + A)^-1 for the NC blocks [BC, BC] on the diagonal, by forward substitution.
+
+    Row i of the inverse is e_i - A[i, :i] X[:i]. X is kept transposed, [NC, column, row], so that
+    the sum over rows stays within few threads.
+    """
+    o_c = tl.arange(0, BC)[None, :, None]
+    o_r = tl.arange(0, BC)[None, None, :]
+    b_Xt = tl.where(o_c == o_r, 1.0, 0.0) + tl.zeros([NC, BC, BC], dtype=tl.float32)
+    for i in tl.static_range(1, BC):
+        m_row = (o_row + i < count) & (tl.arange(0, BC)[None, :] < i)
+        b_a = tl.load(p_A + i * stride, mask=m_row, other=0.0)  # [NC, BC]: A[i, :] per block
+        b_x = tl.sum(b_a[:, None, :] * b_Xt, axis=2)  # [NC, BC]: A[i, :i] X[:i], by column
+        b_Xt -= tl.where(o_r == i, b_x[:, :, None], 0.0)
+    return tl.permute(b_Xt, [0, 2, 1])
 
 
 @triton.jit
@@ -76,14 +81,10 @@ def solve_tril_kda_kernel(
     A += (start * HV + i_h) * C
     A_inv += (start * HV + i_h) * C
 
-    # the NC blocks on the diagonal
-    o_n = tl.arange(0, NC)[:, None, None]
-    o_r = tl.arange(0, BC)[None, :, None]
-    o_c = tl.arange(0, BC)[None, None, :]
-    o_row = o_n * BC + o_r
-    p_diagonal = A + o_row * (HV * C) + o_n * BC + o_c
-    b_A = tl.load(p_diagonal, mask=(o_row < count) & (o_r > o_c), other=0.0)  # [NC, BC, BC]
-    b_X = block_diagonal(invert_diagonal_blocks(b_A, BC), NC, BC)  # [C, C]
+    o_n = tl.arange(0, NC)[:, None] * BC  # first row and column of each diagonal block
+    p_rows = A + o_n * (HV * C) + o_n + tl.arange(0, BC)[None, :]
+    b_X = invert_diagonal_blocks(p_rows, o_n, HV * C, count, NC, BC)  # [NC, BC, BC]
+    b_X = block_diagonal(b_X, NC, BC)  # [C, C]
 
     o_i = tl.arange(0, C)
     o_ij = o_i[:, None] * (HV * C) + o_i[None, :]
@@ -92,26 +93,26 @@ def solve_tril_kda_kernel(
         b_X = merge_pairs(b_X, A + o_ij, o_i, m_i, BC, PRECISION)
     if C > 2 * BC:
         b_X = merge_pairs(b_X, A + o_ij, o_i, m_i, 2 * BC, PRECISION)
-    tl.store(A_inv + o_ij, b_X.to(A_inv.dtype.element_ty), mask=m_i & (o_i < C)[None, :])
+    tl.store(A_inv + o_ij, b_X, mask=m_i & (o_i < C)[None, :])
 
 
 @on_device_of_first_argument
-def solve_tril_kda(A, *, cu_seqlens=None, layout=None, output_dtype=torch.float32):
+def solve_tril_kda(A, *, cu_seqlens=None, layout=None, exact=True):
     """(I + A)^-1 of every chunk.
 
     Args:
         A: float32 [B, T, HV, C], strictly lower triangular per chunk, as `A_kk`; C is 16, 32 or
             64. Entries on and above the diagonal are not read.
-        output_dtype: of the inverse. With float32 the merges use IEEE products, else tf32.
+        exact: merge blocks with float32 products, else with tf32 ones.
         cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
-        [B, T, HV, C] in `output_dtype`; entries above the diagonal are 0.
+        float32 [B, T, HV, C]; entries above the diagonal are 0.
     """
     B, T, HV, C = A.shape
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     A = A.contiguous()
-    A_inv = torch.empty(A.shape, dtype=output_dtype, device=A.device)
+    A_inv = torch.empty_like(A)
     if A.numel() > 0:
         solve_tril_kda_kernel[(layout.programs(HV),)](
             A,
@@ -123,8 +124,8 @@ def solve_tril_kda(A, *, cu_seqlens=None, layout=None, output_dtype=torch.float3
             C=C,
             BC=16,
             PACKED=layout.chunks is not None,
-            PRECISION=dot_precision(output_dtype),
-            num_warps=8 if output_dtype == torch.float32 else 4,
+            PRECISION=dot_precision(torch.float32 if exact else torch.bfloat16),
+            num_warps=8 if exact else 4,
             num_stages=1,
         )
     return A_inv

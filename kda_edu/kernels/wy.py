@@ -1,11 +1,12 @@
 """Step 4: what each chunk writes and erases.
 
-    u  = A_inv (beta v)              the values written if the state were empty
-    w  = A_inv (beta 2^G k)          what they owe to the incoming state: v' = u - w S
+    u  = A_inv Diag(beta) v          the values written if the state were empty
+    w  = A_inv Diag(beta) 2^G k      what they owe to the incoming state: v' = u - w S
     kg = 2^(G_last - G) k            keys decayed to the end of the chunk
 
-Grid: chunks x value heads. Reads 2 C (A_inv) + 2 (K + V) + 4 K (G), writes 2 (2 K + V) bytes per
-token and head (bf16).
+Grid: chunks x value heads. Reads 4 C (A_inv) + 2 (K + V) + 4 K (G), writes 2 (2 K + V) bytes per
+token and head (bf16). beta goes into A_inv, and 16-bit inputs are multiplied in tf32: v is then
+never rounded, and u and w once, when they are stored.
 """
 
 import torch
@@ -33,6 +34,7 @@ def recompute_w_u_fwd_kernel(
     A_inv,
     G,
     G_residual,
+    k_rstd,
     # outputs
     w,
     u,
@@ -55,6 +57,7 @@ def recompute_w_u_fwd_kernel(
     # options
     PACKED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -71,19 +74,21 @@ def recompute_w_u_fwd_kernel(
     o_a = head * C + o_t[:, None] * (HV * C) + o_t[None, :]
     b_A = tl.load(A_inv + o_a, mask=m_t[:, None] & m_t[None, :], other=0.0)  # [C, C]
     b_beta = tl.load(beta + (start + o_t) * HV + i_h, mask=m_t, other=0.0).to(tl.float32)
-    b_beta = write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)
+    b_A *= write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)[None, :]
 
     v += start * stride_v + i_h * stride_vh
     for i_v in range(tl.cdiv(V, BV)):
         o_v = i_v * BV + tl.arange(0, BV)
         m_tv = m_t[:, None] & (o_v < V)[None, :]
         b_v = tl.load(v + o_t[:, None] * stride_v + o_v[None, :], mask=m_tv, other=0.0)  # [C, BV]
-        b_v = (b_v.to(tl.float32) * b_beta[:, None]).to(b_A.dtype)
-        b_u = tl.dot(b_A, b_v, input_precision=PRECISION)
+        b_u = tl.dot(b_A, b_v.to(tl.float32), input_precision=PRECISION)
         o_u = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
         tl.store(u + o_u, b_u.to(u.dtype.element_ty), mask=m_tv)
 
-    k += start * stride_k + (i_h // (HV // H)) * stride_kh
+    i_hk = i_h // (HV // H)
+    k += start * stride_k + i_hk * stride_kh
+    if L2NORM:
+        b_rstd = tl.load(k_rstd + (start + o_t) * H + i_hk, mask=m_t, other=0.0)
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
@@ -92,6 +97,8 @@ def recompute_w_u_fwd_kernel(
         o_last = head * K + (count - 1) * (HV * K) + o_k
         b_k = tl.load(k + o_t[:, None] * stride_k + o_k[None, :], mask=m_tk, other=0.0)  # [C, BK]
         b_k = b_k.to(tl.float32)
+        if L2NORM:
+            b_k *= b_rstd[:, None]
         b_G = tl.load(G + o_tk, mask=m_tk, other=0.0)
         b_to_end = tl.load(G + o_last, mask=m_k, other=0.0)[None, :] - b_G
         if RESIDUAL:
@@ -101,8 +108,7 @@ def recompute_w_u_fwd_kernel(
             b_G += b_residual
         b_kg = b_k * tl.exp2(tl.where(m_tk, b_to_end, 0.0))
         tl.store(kg + o_tk, b_kg.to(kg.dtype.element_ty), mask=m_tk)
-        b_kb = (b_k * tl.exp2(b_G) * b_beta[:, None]).to(b_A.dtype)
-        b_w = tl.dot(b_A, b_kb, input_precision=PRECISION)
+        b_w = tl.dot(b_A, b_k * tl.exp2(b_G), input_precision=PRECISION)
         tl.store(w + o_tk, b_w.to(w.dtype.element_ty), mask=m_tk)
 
 
@@ -115,6 +121,7 @@ def recompute_w_u_fwd(
     G,
     *,
     G_residual=None,
+    k_rstd=None,
     use_beta_sigmoid=False,
     allow_neg_eigval=False,
     cu_seqlens=None,
@@ -124,8 +131,9 @@ def recompute_w_u_fwd(
 
     Args:
         k: [B, T, H, K]; v: [B, T, HV, V]; beta: [B, T, HV] (logits with `use_beta_sigmoid`).
-        A_inv: from `solve_tril_kda`, [B, T, HV, C] in k's dtype.
+        A_inv: from `solve_tril_kda`, float32 [B, T, HV, C].
         G, G_residual: from `chunk_local_cumsum`.
+        k_rstd: from `chunk_kda_scaled_dot_kkt_fwd`, multiplies k.
         cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
@@ -147,6 +155,7 @@ def recompute_w_u_fwd(
             A_inv,
             G,
             G_residual,
+            k_rstd,
             w,
             u,
             kg,
@@ -164,6 +173,7 @@ def recompute_w_u_fwd(
             BV=channel_tile(V, k.dtype),
             PACKED=layout.chunks is not None,
             RESIDUAL=G_residual is not None,
+            L2NORM=k_rstd is not None,
             BETA_SIGMOID=use_beta_sigmoid,
             NEG_EIGVAL=allow_neg_eigval,
             PRECISION=dot_precision(k.dtype),

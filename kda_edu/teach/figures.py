@@ -15,10 +15,10 @@ import io
 
 import torch
 
-from .images import Picture, encode, encode_animation
+from .images import DENSITY, MOST_BYTES, Picture, encode, encode_animation
 from .palette import COLOURS, colour
 
-DPI = 144
+DPI = 96 * DENSITY  # a page has 96 pixels to the inch, so 10 points are 13 pixels
 MOST_FRAMES = 24
 LINES = ("S", "k", "v", "q", "beta", "g", "o")  # the order of colours of unnamed lines
 
@@ -29,7 +29,7 @@ def style():
 
     ink = COLOURS["ink"]
     settings = {
-        "figure.dpi": DPI / 2,
+        "figure.dpi": 96,
         "savefig.dpi": DPI,
         "figure.facecolor": "none",
         "axes.facecolor": "none",
@@ -38,6 +38,7 @@ def style():
         "axes.labelcolor": ink,
         "axes.titlecolor": ink,
         "axes.titlesize": 10,
+        "axes.titleweight": "bold",
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.prop_cycle": matplotlib.cycler(color=[COLOURS[name] for name in LINES]),
@@ -127,9 +128,7 @@ def error_map(got, want, alt=None, caption=None, names=("want", "got")):
 def filmstrip(states, tokens=None, alt=None, caption=None, scale=None, symbol="S"):
     """The state after some tokens, side by side. states [T, K, V]; tokens default to six."""
     states = _stack(states)
-    if tokens is None:
-        count = min(6, len(states))
-        tokens = [round(i * (len(states) - 1) / max(count - 1, 1)) for i in range(count)]
+    tokens = _spread(len(states), 6) if tokens is None else list(tokens)
     scale = scale or _peak(states)
     fig, axes = figure(1, len(tokens), size=(7.5, 1.9), squeeze=False)
     for ax, token in zip(axes[0], tokens, strict=True):
@@ -155,7 +154,7 @@ def animate_states(
     """The state matrix over time as an animated PNG, which every browser plays.
 
     states   [T, K, V], or a list of matrices. At most 24 frames are drawn: longer runs are
-             thinned evenly, first and last token kept.
+             thinned evenly, first and last token kept; so are films above 200 kB.
     path     also write the file: .png, or .gif for readers that want that format.
     titles   a line above each state, default "after token t".
     seconds  for each frame; the last one is held longer.
@@ -164,21 +163,39 @@ def animate_states(
     to compare steps.
     """
     states = _stack(states)
-    count = min(len(states), MOST_FRAMES)
-    chosen = [round(i * (len(states) - 1) / max(count - 1, 1)) for i in range(count)]
-    scale = scale or _peak(states)
-    images = []
-    for token in chosen:
-        fig, ax = figure(1, 1, size=(3.4, 2.8))
-        title = titles[token] if titles else f"after token {token}"
-        drawn = _draw(ax, states[token], scale, title, symbol, labels)
-        fig.colorbar(drawn, ax=ax).outline.set_edgecolor(COLOURS["ink"])
-        images.append(_render(fig))
+    titles = titles or [f"after token {token}" for token in range(len(states))]
     alt = alt or f"Animation of the {_size(states[0])} state matrix over {len(states)} tokens."
-    picture = Picture(encode_animation(images, int(1000 * seconds)), alt, caption)
+    chosen = _spread(len(states), MOST_FRAMES)
+    images = _film(
+        states[chosen], [titles[i] for i in chosen], scale or _peak(states), symbol, labels
+    )
+    data = encode_animation(images, int(1000 * seconds))
+    while len(data) > MOST_BYTES and len(images) > 4:
+        images = [images[i] for i in _spread(len(images), len(images) - 2)]
+        data = encode_animation(images, int(1000 * seconds))
+    picture = Picture(data, alt, caption)
     if path is not None:
         _write_animation(picture, images, str(path), seconds)
     return picture
+
+
+def _film(states, titles, scale, symbol, labels):
+    """One image for each state. Only the values and the title change, so nothing jumps."""
+    fig, ax = figure(1, 1, size=(3.4, 2.8))
+    drawn = _draw(ax, states[0], scale, titles[0], symbol, labels)
+    fig.colorbar(drawn, ax=ax).outline.set_edgecolor(COLOURS["ink"])
+    images = []
+    for state, title in zip(states, titles, strict=True):
+        drawn.set_data(state.numpy())
+        ax.title.set_text(title)
+        images.append(_render(fig))
+    return images
+
+
+def _spread(length, most):
+    """At most `most` places from 0 to length - 1, even, with the first and the last."""
+    count = min(length, most)
+    return [round(i * (length - 1) / max(count - 1, 1)) for i in range(count)]
 
 
 def _write_animation(picture, images, path, seconds):
@@ -199,7 +216,7 @@ def _write_animation(picture, images, path, seconds):
 
 
 def _render(fig):
-    """The figure as a PIL RGBA image, at twice the size it is shown."""
+    """The figure as a PIL RGBA image, at DENSITY times the size it is shown."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -212,8 +229,9 @@ def _draw(ax, matrix, scale, title, symbol, labels):
     drawn = ax.imshow(matrix.numpy(), vmin=-scale, vmax=scale, **options)
     _frame(ax, title, symbol)
     if labels:
-        ax.set_ylabel(labels[0])
         ax.set_xlabel(labels[1])
+    if labels and ax.get_subplotspec().is_first_col():
+        ax.set_ylabel(labels[0])
     return drawn
 
 

@@ -11,6 +11,7 @@ import io
 import struct
 
 MOST_BYTES = 200_000
+DENSITY = 1.5  # pixels drawn for one pixel of the page: sharp lines on good screens
 
 
 class Picture:
@@ -50,8 +51,7 @@ class Picture:
             "image/png": base64.b64encode(self.data).decode("ascii"),
             "text/plain": repr(self),
         }
-        # Drawn at twice the resolution, for sharp lines on phones and good screens.
-        metadata = {"alt": self.alt, "width": self.size[0] // 2}
+        metadata = {"alt": self.alt, "width": round(self.size[0] / DENSITY)}
         if self.caption:
             metadata["caption"] = self.caption
         return data, {"image/png": metadata}

@@ -93,9 +93,7 @@ define(
 def several_documents(seed):
     """One head, and for each token the number of its document."""
     sizes = [dict(T=23, K=8, V=5), dict(T=70, K=16, V=24), dict(T=41, K=12, V=7)][seed]
-    made = make_inputs(
-        B=1, H=1, dtype=torch.float64, seed=seed, initial_state=False, **sizes
-    )
+    made = make_inputs(B=1, H=1, dtype=torch.float64, seed=seed, initial_state=False, **sizes)
     q, k, v, g, beta, _ = made.head()
     starts = [[0, 9, 10], [0, 1, 30, 31, 64], [0, 40]][seed]
     document = torch.zeros(len(k), dtype=torch.long)
@@ -153,7 +151,10 @@ define(
         ),
         "the decay is zero in the logarithm, which keeps all": ("-torch.inf", "0.0"),
         "the decay is strong, but not complete": ("-torch.inf", "g - 5.0"),
-        "one channel is reset, not all": ("-torch.inf, g)", "-torch.inf, g).where(torch.arange(g.shape[1]) == 0, g)"),
+        "one channel is reset, not all": (
+            "first[:, None], -torch.inf",
+            "first[:, None] & (torch.arange(g.shape[1]) == 0), -torch.inf",
+        ),
         "every token of a later document forgets": (
             "document[1:] != document[:-1]",
             "document[1:] != document[0]",
