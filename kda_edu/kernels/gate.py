@@ -28,7 +28,7 @@ SOFTPLUS_THRESHOLD = 20.0
 @autotune(
     configs=[
         triton.Config({"BT": BT}, num_warps=num_warps)
-        for BT, num_warps in ((16, 4), (32, 4), (32, 8), (64, 8), (128, 8), (128, 16))
+        for BT, num_warps in ((16, 4), (32, 4), (32, 8), (64, 8), (128, 16))
     ],
     key=["HV", "K", "USE_LOWER_BOUND"],
 )

@@ -18,6 +18,7 @@ from ._common import (
     as_rows,
     channel_tile,
     dot_precision,
+    key_tile,
     locate_chunk,
     on_device_of_first_argument,
     row_strides,
@@ -134,7 +135,7 @@ def chunk_gla_fwd_o_gk(
     q = as_rows(q)
     o = torch.empty_like(v_new)
     BV = channel_tile(V, q.dtype)
-    BK = channel_tile(K, q.dtype)
+    BK = min(key_tile(K), 32)
     stage = (C * BK + BK * BV) * h.element_size() + C * BK * q.element_size()
     if o.numel() > 0:
         chunk_gla_fwd_o_gk_kernel[(layout.programs(HV) * triton.cdiv(V, BV),)](

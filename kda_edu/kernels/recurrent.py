@@ -145,7 +145,7 @@ def fused_recurrent_kda_kernel(
     p_g = g + start * g_token + i_hv * g_head + o_k
     p_beta = beta + start * beta_token + i_hv * beta_head
     p_o += start * (HV * V)
-    for _ in tl.range(start, end, num_stages=3):  # the next tokens are fetched meanwhile
+    for _ in range(start, end):
         b_q = tl.load(p_q, mask=m_k, other=0.0).to(tl.float32)  # [BK]
         b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
         b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]

@@ -1,17 +1,17 @@
 """Step 3: the inverse of I + A_kk, chunk by chunk.
 
-A_kk is strictly lower triangular, so the inverse exists and is lower triangular with a unit
+A_kk is strictly lower triangular, so the inverse X exists and is lower triangular with a unit
 diagonal. First the 16 x 16 blocks on the diagonal, all at once, by forward substitution in
-float32; then blocks are merged in pairs, 16 -> 32 -> 64:
+float32. Then blocks are merged, 16 -> 32 -> 64:
 
     [ P 0 ]^-1     [  P^-1          0    ]
     [ M Q ]     =  [ -Q^-1 M P^-1   Q^-1 ]
 
-which for a whole chunk of pairs is X <- X - X M X, with X the block-diagonal of inverses so far.
 Substitution is exact where entries are small integers and needs no powers of A_kk, whose entries
-grow like binomial coefficients when keys are alike.
+grow like binomial coefficients when keys are alike. All tiles are 16 x 16, so that one warp holds
+them and never waits for another.
 
-Grid: chunks x value heads. Reads 4 C (float32), writes 4 C bytes per token and head.
+Grid: chunks x value heads. Reads 4 C, writes 4 C bytes per token and head (float32).
 """
 
 import torch
@@ -41,22 +41,27 @@ def invert_diagonal_blocks(p_A, o_row, stride, count, NC: tl.constexpr, BC: tl.c
 
 
 @triton.jit
-def block_diagonal(b_X, NC: tl.constexpr, BC: tl.constexpr):
-    """A stack [NC, BC, BC] laid along the diagonal of a matrix [NC * BC, NC * BC]."""
-    o_n = tl.arange(0, NC)
-    same = (o_n[:, None] == o_n[None, :])[:, None, :, None]  # [NC, 1, NC, 1]
-    b_D = tl.where(same, b_X[:, :, None, :], 0.0)  # [NC, BC, NC, BC]
-    return tl.reshape(b_D, [NC * BC, NC * BC])
+def take(b_X, n: tl.constexpr, NC: tl.constexpr):
+    """Matrix n of a stack [NC, BC, BC]."""
+    return tl.sum(tl.where(tl.arange(0, NC)[:, None, None] == n, b_X, 0.0), axis=0)
 
 
 @triton.jit
-def merge_pairs(b_X, p_A, o_i, m_i, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """X - X M X, with M the blocks of A that join two neighbouring blocks of SIZE rows."""
-    pair, side = o_i // (2 * SIZE), o_i // SIZE
-    m_M = (pair[:, None] == pair[None, :]) & (side[:, None] > side[None, :])
-    b_M = tl.load(p_A, mask=m_i & m_M, other=0.0)  # [C, C]
-    b_MX = tl.dot(b_M, b_X, input_precision=PRECISION)
-    return b_X - tl.dot(b_X, b_MX, input_precision=PRECISION)
+def load_block(p, i: tl.constexpr, j: tl.constexpr, o_r, stride, count, BC: tl.constexpr):
+    """Block (i, j) of A, [BC, BC]."""
+    m = (i * BC + o_r < count)[:, None]
+    return tl.load(p + i * BC * stride + j * BC, mask=m, other=0.0)
+
+
+@triton.jit
+def store_block(p, i: tl.constexpr, j: tl.constexpr, b_Y, o_r, stride, count, BC: tl.constexpr):
+    m = (i * BC + o_r < count)[:, None]
+    tl.store(p + i * BC * stride + j * BC, b_Y, mask=m)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -70,7 +75,7 @@ def solve_tril_kda_kernel(
     C: tl.constexpr,
     BC: tl.constexpr,
     PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    P: tl.constexpr,  # precision of the products
 ):
     NC: tl.constexpr = C // BC
     i_t, i_bh = tl.program_id(0) // BHV, tl.program_id(0) % BHV
@@ -78,22 +83,50 @@ def solve_tril_kda_kernel(
     start, count = locate_chunk(i_t, i_b, chunks, T, C, PACKED)
     if count <= 0:
         return
+    stride = HV * C  # from row to row
+    o_r = tl.arange(0, BC)
     A += (start * HV + i_h) * C
-    A_inv += (start * HV + i_h) * C
+    p_X = A_inv + (start * HV + i_h) * C + o_r[:, None] * stride + o_r[None, :]
 
     o_n = tl.arange(0, NC)[:, None] * BC  # first row and column of each diagonal block
-    p_rows = A + o_n * (HV * C) + o_n + tl.arange(0, BC)[None, :]
-    b_X = invert_diagonal_blocks(p_rows, o_n, HV * C, count, NC, BC)  # [NC, BC, BC]
-    b_X = block_diagonal(b_X, NC, BC)  # [C, C]
+    p_rows = A + o_n * stride + o_n + o_r[None, :]
+    b_X = invert_diagonal_blocks(p_rows, o_n, stride, count, NC, BC)  # [NC, BC, BC]
+    b_X0 = take(b_X, 0, NC)
+    store_block(p_X, 0, 0, b_X0, o_r, stride, count, BC)
+    b_zero = tl.zeros([BC, BC], dtype=tl.float32)
 
-    o_i = tl.arange(0, C)
-    o_ij = o_i[:, None] * (HV * C) + o_i[None, :]
-    m_i = (o_i < count)[:, None]
-    if C > BC:
-        b_X = merge_pairs(b_X, A + o_ij, o_i, m_i, BC, PRECISION)
-    if C > 2 * BC:
-        b_X = merge_pairs(b_X, A + o_ij, o_i, m_i, 2 * BC, PRECISION)
-    tl.store(A_inv + o_ij, b_X, mask=m_i & (o_i < C)[None, :])
+    p_A = A + o_r[:, None] * stride + o_r[None, :]
+    if NC >= 2:  # 16 -> 32: P = X0, Q = X1
+        b_X1 = take(b_X, 1, NC)
+        b_10 = load_block(p_A, 1, 0, o_r, stride, count, BC)
+        b_Y10 = -product(b_X1, product(b_10, b_X0, P), P)
+        store_block(p_X, 1, 1, b_X1, o_r, stride, count, BC)
+        store_block(p_X, 1, 0, b_Y10, o_r, stride, count, BC)
+        store_block(p_X, 0, 1, b_zero, o_r, stride, count, BC)
+    if NC == 4:  # the second pair, then 32 -> 64 with P = [X0 0; Y10 X1], Q = [X2 0; Y32 X3]
+        b_X2, b_X3 = take(b_X, 2, NC), take(b_X, 3, NC)
+        b_32 = load_block(p_A, 3, 2, o_r, stride, count, BC)
+        b_Y32 = -product(b_X3, product(b_32, b_X2, P), P)
+        b_20 = load_block(p_A, 2, 0, o_r, stride, count, BC)
+        b_21 = load_block(p_A, 2, 1, o_r, stride, count, BC)
+        b_30 = load_block(p_A, 3, 0, o_r, stride, count, BC)
+        b_31 = load_block(p_A, 3, 1, o_r, stride, count, BC)
+        b_M20 = product(b_20, b_X0, P) + product(b_21, b_Y10, P)  # M P^-1
+        b_M30 = product(b_30, b_X0, P) + product(b_31, b_Y10, P)
+        b_M21, b_M31 = product(b_21, b_X1, P), product(b_31, b_X1, P)
+        store_block(p_X, 2, 0, -product(b_X2, b_M20, P), o_r, stride, count, BC)
+        store_block(p_X, 2, 1, -product(b_X2, b_M21, P), o_r, stride, count, BC)
+        b_Y30 = product(b_Y32, b_M20, P) + product(b_X3, b_M30, P)
+        b_Y31 = product(b_Y32, b_M21, P) + product(b_X3, b_M31, P)
+        store_block(p_X, 3, 0, -b_Y30, o_r, stride, count, BC)
+        store_block(p_X, 3, 1, -b_Y31, o_r, stride, count, BC)
+        store_block(p_X, 2, 2, b_X2, o_r, stride, count, BC)
+        store_block(p_X, 3, 2, b_Y32, o_r, stride, count, BC)
+        store_block(p_X, 3, 3, b_X3, o_r, stride, count, BC)
+        for i in tl.static_range(3):
+            for j in tl.static_range(2, 4):
+                if j > i:
+                    store_block(p_X, i, j, b_zero, o_r, stride, count, BC)
 
 
 @on_device_of_first_argument
@@ -124,8 +157,8 @@ def solve_tril_kda(A, *, cu_seqlens=None, layout=None, exact=True):
             C=C,
             BC=16,
             PACKED=layout.chunks is not None,
-            PRECISION=dot_precision(torch.float32 if exact else torch.bfloat16),
-            num_warps=8 if exact else 4,
+            P=dot_precision(torch.float32 if exact else torch.bfloat16),
+            num_warps=1,
             num_stages=1,
         )
     return A_inv

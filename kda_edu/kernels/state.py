@@ -204,5 +204,5 @@ def state_tile(chains, K, V, C, dtype) -> dict:
     itemsize = 2 if dtype == torch.bfloat16 else 4
     stage = (2 * C * BK + BV * C) * itemsize
     return dict(
-        BK=BK, BV=BV, num_warps=num_warps, num_stages=max(1, min(2, tile_budget() // stage))
+        BK=BK, BV=BV, num_warps=num_warps, num_stages=max(1, min(3, tile_budget() // stage))
     )

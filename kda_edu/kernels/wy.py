@@ -178,6 +178,6 @@ def recompute_w_u_fwd(
             NEG_EIGVAL=allow_neg_eigval,
             PRECISION=dot_precision(k.dtype),
             num_warps=4,
-            num_stages=2,
+            num_stages=1,
         )
     return w, u, kg

@@ -171,7 +171,8 @@ def animate_states(
     )
     data = encode_animation(images, int(1000 * seconds))
     while len(data) > MOST_BYTES and len(images) > 4:
-        images = [images[i] for i in _spread(len(images), len(images) - 2)]
+        fewer = max(4, int(0.95 * len(images) * MOST_BYTES / len(data)))
+        images = [images[i] for i in _spread(len(images), fewer)]
         data = encode_animation(images, int(1000 * seconds))
     picture = Picture(data, alt, caption)
     if path is not None:
@@ -189,6 +190,7 @@ def _film(states, titles, scale, symbol, labels):
         drawn.set_data(state.numpy())
         ax.title.set_text(title)
         images.append(_render(fig))
+        fig.set_layout_engine("none")  # the first frame's layout holds for all
     return images
 
 
@@ -220,8 +222,9 @@ def _render(fig):
     from PIL import Image
 
     buffer = io.BytesIO()
-    fig.savefig(buffer, format="png", dpi=DPI, transparent=True, metadata={"Software": None})
-    return Image.open(buffer).convert("RGBA")
+    fig.savefig(buffer, format="rgba", dpi=DPI, transparent=True)
+    size = [int(inches * DPI) for inches in fig.get_size_inches()]
+    return Image.frombytes("RGBA", size, buffer.getvalue())
 
 
 def _draw(ax, matrix, scale, title, symbol, labels):

@@ -188,25 +188,9 @@ def _token_hint(tokens):
     if where == [0]:
         return "only token 0 is wrong: look at the initial state"
     for chunk in CHUNKS:
-        chunks = math.ceil(total / chunk)
-        if chunks < 2:
-            continue
-        places = {t % chunk for t in where}
-        touched = {t // chunk for t in where}
-        if total % chunk and min(where) >= (chunks - 1) * chunk and len(where) > 1:
-            return f"only the last, shorter chunk of {chunk} is wrong: look at the mask"
-        if len(touched) >= 2 and places == {0}:
-            return (
-                f"only the first token of each chunk of {chunk} is wrong: "
-                "look at the state that comes in"
-            )
-        if (
-            len(touched) >= 2
-            and len(places) <= chunk // 4
-            and max(places) == chunk - 1
-            and min(places) >= chunk - len(places)
-        ):
-            return f"only the last tokens of each chunk of {chunk} are wrong"
+        hint = _chunk_hint(where, total, chunk) if total > chunk else None
+        if hint:
+            return hint
     first = where[0]
     if where == list(range(first, total)) and first > 0:
         for chunk in CHUNKS:
@@ -216,6 +200,24 @@ def _token_hint(tokens):
                     "look at what passes from chunk to chunk"
                 )
         return f"all is right before token {first} and wrong from there on"
+    return None
+
+
+def _chunk_hint(where, total, chunk):
+    """What the wrong tokens `where` say if the kernel works on chunks of this length."""
+    tail = total - total % chunk
+    if total % chunk and where[0] >= tail and len(where) > 1:
+        return f"only the last, shorter chunk of {chunk} is wrong: look at the mask"
+    if len({t // chunk for t in where}) < 2:
+        return None
+    places = {t % chunk for t in where}
+    if places == {0}:
+        return (
+            f"only the first token of each chunk of {chunk} is wrong: "
+            "look at the state that comes in"
+        )
+    if len(places) <= chunk // 4 and places == set(range(chunk - len(places), chunk)):
+        return f"only the last tokens of each chunk of {chunk} are wrong"
     return None
 
 
