@@ -19,10 +19,15 @@ import torch
 
 from .kernels.checks import (
     REFERENCE_DTYPES,
+    check_cu_values,
+    check_flags,
     check_floating,
     check_gate_parameters,
+    check_integer,
     check_kda,
     check_lower_bound,
+    check_qkv,
+    check_softplus,
 )
 
 L2NORM_EPS = 1e-6
@@ -54,9 +59,10 @@ def recurrent_kda(
         q, k: queries and keys [B, T, H, K]; float64, float32, float16 or bfloat16.
         v: values [B, T, HV, V], same dtype. HV is a multiple of H; value head h reads
             query/key head h // (HV / H).
-        g: natural log of the decay [B, T, HV, K], <= 0; or the raw gate input x if
-            `use_gate_in_kernel`, see `kda_gate`.
-        beta: write strength [B, T, HV]; or its logit if `use_beta_sigmoid_in_kernel`.
+        g: natural log of the decay [B, T, HV, K], <= 0, any floating dtype; or the raw gate input
+            x if `use_gate_in_kernel`, see `kda_gate`.
+        beta: write strength [B, T, HV], any floating dtype; or its logit if
+            `use_beta_sigmoid_in_kernel`.
         A_log, dt_bias: gate parameters, HV and HV * K numbers, with `use_gate_in_kernel`.
         scale: multiplies q. Default K ** -0.5.
         initial_state: [N, HV, K, V], float32 (or float64 with float64 q). Default zeros.
@@ -104,8 +110,9 @@ def chunk_kda(
     """
     arguments = locals()
     chunk_size = arguments.pop("chunk_size")
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size: expected an integer >= 1, got {chunk_size!r}")
+    check_integer("chunk_size", chunk_size)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected an integer >= 1, got {chunk_size}")
 
     def scan(q, k, v, g, beta, state):
         return _scan_chunks(q, k, v, g, beta, state, chunk_size)
@@ -119,7 +126,7 @@ def linear_attention(q, k, v, *, g=None, scale=None, initial_state=None, output_
     With `g` [B, T, HV, K] the state decays first: gated linear attention (arXiv 2312.06635).
     Shapes, dtypes and return values as in `recurrent_kda`.
     """
-    check_floating("v", v)
+    check_qkv(q, k, v, REFERENCE_DTYPES, max_key_dim=None)
     if g is None:
         g = _decay_free(q, v)
     beta = torch.ones(v.shape[:-1], dtype=g.dtype, device=v.device)
@@ -143,14 +150,20 @@ def linear_attention(q, k, v, *, g=None, scale=None, initial_state=None, output_
 
 
 def delta_net(q, k, v, beta, **options):
-    """DeltaNet (arXiv 2406.06484): KDA without forgetting, g = 0. Options as in `recurrent_kda`."""
-    check_floating("v", v)
+    """DeltaNet (arXiv 2406.06484): KDA without forgetting, g = 0.
+
+    Options as in `recurrent_kda`, except those of the gate.
+    """
+    check_qkv(q, k, v, REFERENCE_DTYPES, max_key_dim=None)
+    if options.get("use_gate_in_kernel"):
+        raise ValueError("use_gate_in_kernel: expected False, since DeltaNet has no gate, got True")
     return recurrent_kda(q, k, v, _decay_free(q, v), beta, **options)
 
 
 def gated_delta_net(q, k, v, g, beta, **options):
     """Gated DeltaNet (arXiv 2412.06464): KDA with one log decay per head, g [B, T, HV]."""
-    check_floating("g", g, shape=v.shape[:-1])
+    shapes = check_qkv(q, k, v, REFERENCE_DTYPES, max_key_dim=None)
+    check_floating("g", g, shape=(shapes.B, shapes.T, shapes.HV), device=q.device)
     return recurrent_kda(q, k, v, g[..., None].expand(*g.shape, q.shape[-1]), beta, **options)
 
 
@@ -165,8 +178,11 @@ def kda_gate(x, A_log=None, dt_bias=None, lower_bound=None, beta=1.0, threshold=
     for the first form; the open-source flash-linear-attention `fused_kda_gate` for both.
     """
     check_floating("x", x)
-    if x.ndim < 2:
-        raise ValueError(f"x: expected shape [..., HV, K], got {tuple(x.shape)}")
+    if x.ndim < 2 or 0 in x.shape[-2:]:
+        raise ValueError(
+            f"x: expected shape [..., HV, K], HV and K at least 1, got {tuple(x.shape)}"
+        )
+    check_softplus(beta, threshold)
     if lower_bound is not None:
         check_lower_bound(lower_bound)
     HV, K = x.shape[-2:]
@@ -182,13 +198,19 @@ def kda_gate(x, A_log=None, dt_bias=None, lower_bound=None, beta=1.0, threshold=
 
 
 def l2norm(x, eps=L2NORM_EPS):
-    """x / sqrt(sum x^2 + eps) over the last dimension: a zero row stays zero."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    """x / sqrt(sum x^2 + eps) over the last dimension: a zero row stays zero.
+
+    Computed in float64 if x is float64, else in float32; returned in the dtype of x.
+    """
+    check_floating("x", x)
+    wide = x.to(_compute_dtype(x))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _run(scan, arguments):
     """Check and prepare the arguments, run `scan` on each sequence, restore the caller's layout."""
     a = dict(_DEFAULTS, **arguments)
+    check_flags(**{name: a[name] for name in _FLAGS})
     options = {name: a[name] for name in _CHECKED}
     shapes = check_kda(
         a["q"], a["k"], a["v"], a["g"], a["beta"], **options, dtypes=REFERENCE_DTYPES,
@@ -218,14 +240,15 @@ _CHECKED = (
     "state_v_first",
     "cu_seqlens",
 )
-_DEFAULTS = dict.fromkeys(_CHECKED, None) | dict(
-    use_gate_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-    state_v_first=False,
-    use_qk_l2norm_in_kernel=False,
-    output_final_state=False,
+_FLAGS = (
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "state_v_first",
+    "use_qk_l2norm_in_kernel",
+    "output_final_state",
 )
+_DEFAULTS = dict.fromkeys(_CHECKED, None) | dict.fromkeys(_FLAGS, False)
 
 
 def _prepare(shapes, a):
@@ -247,12 +270,13 @@ def _prepare(shapes, a):
 def _initial_state(shapes, a, q):
     if a["initial_state"] is None:
         return q.new_zeros(shapes.N, shapes.HV, shapes.K, shapes.V)
-    state = a["initial_state"].to(q.dtype)
+    state = a["initial_state"].to(q.dtype, copy=True)  # with T = 0 it is the final state too
     return state.transpose(-1, -2) if a["state_v_first"] else state
 
 
 def _scan_packed(scan, q, k, v, g, beta, state, cu):
     """Run `scan` on each of the sequences packed along T, each with its own state."""
+    check_cu_values("cu_seqlens", cu, q.shape[2])  # where they lie on a GPU, first read here
     outputs, states = [], []
     for n, (start, end) in enumerate(zip(cu, cu[1:], strict=False)):
         tokens = (x[:, :, start:end] for x in (q, k, v, g, beta))

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ._autotune import autotune
 from ._common import (
+    RCP_LN2,
     locate_chunk,
     log_decay,
     on_device_of_first_argument,
@@ -20,6 +21,7 @@ from .sequences import chunk_layout
 
 # A step below 2^-160 is a reset: the factor is 0 in float32, and -inf would make later
 # differences NaN. 64 such steps stay below 2^14, where float32 holds multiples of 2^-10 exactly.
+TO_LOG2 = tl.constexpr(RCP_LN2)
 MIN_LOG2_DECAY = tl.constexpr(-160.0)
 GRID_STEPS = tl.constexpr(1024.0)
 
@@ -73,7 +75,7 @@ def chunk_local_cumsum_kernel(
             b_g += tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
         b_g = log_decay(b_g, rate, lower_bound, 1.0, 20.0, USE_LOWER_BOUND)
         b_g = tl.where(m_tk, b_g, 0.0)
-    b_g *= 1.4426950408889634  # log2 units
+    b_g *= TO_LOG2
     b_g = tl.where(b_g < MIN_LOG2_DECAY, MIN_LOG2_DECAY, b_g)  # keeps NaN, unlike tl.maximum
 
     if RESIDUAL:

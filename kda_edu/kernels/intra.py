@@ -59,7 +59,7 @@ def load_gate_from(
     b_d = tl.load(p_G + o_r[:, None] * stride, mask=mask, other=0.0) - b_ref
     if RESIDUAL:
         b_d += tl.load(p_residual + o_r[:, None] * stride, mask=mask, other=0.0) - b_ref_residual
-    return tl.where(mask, b_d, 0.0)
+    return b_d
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -139,7 +139,7 @@ def scores_before_block_kernel(
     if RESIDUAL:
         b_ref_residual = tl.load(p_residual + o_ref, mask=m_k, other=0.0)
     b_d = load_gate_from(p_G, p_residual, o_i, b_ref, b_ref_residual, stride_G, m_ik, RESIDUAL)
-    b_decay = tl.exp2(b_d)
+    b_decay = tl.exp2(tl.where(m_ik, b_d, 0.0))
     b_q *= b_decay
     b_k *= b_decay
     p_A = (head + o_i[:, None] * HV) * C + o_c[None, :]
@@ -148,7 +148,7 @@ def scores_before_block_kernel(
         m_jk = (o_j < count)[:, None] & m_k
         b_kj, _ = load_rows(p_k, o_j, stride_k, m_jk, eps, L2NORM)
         b_d = load_gate_from(p_G, p_residual, o_j, b_ref, b_ref_residual, stride_G, m_jk, RESIDUAL)
-        b_kj = tl.trans(b_kj * tl.exp2(-b_d))  # [BK, BC]
+        b_kj = tl.trans(b_kj * tl.exp2(tl.where(m_jk, -b_d, 0.0)))  # [BK, BC]
         b_kk = tl.dot(b_k, b_kj, input_precision=PRECISION) * b_beta
         b_qk = tl.dot(b_q, b_kj, input_precision=PRECISION) * scale
         if BOUNDED:

@@ -126,14 +126,15 @@ def chunk_gla_fwd_o_gk(
         G, G_residual, cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
-        o [B, T, HV, V] in v_new's dtype.
+        o [B, T, HV, V] in v_new's dtype; 0 at tokens that lie in no sequence.
     """
     B, T, H, K = q.shape
     HV, V = v_new.shape[2:]
     C = A_qk.shape[-1]
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     q = as_rows(q)
-    o = torch.empty_like(v_new)
+    # rows that belong to no sequence are zero
+    o = torch.empty_like(v_new) if layout.covers else torch.zeros_like(v_new)
     BV = channel_tile(V, q.dtype)
     BK = min(key_tile(K), 32)
     stage = (C * BK + BK * BV) * h.element_size() + C * BK * q.element_size()

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from ._common import (
+    RCP_LN2,
     as_rows,
     autocast,
+    decay_factor,
     forward_only,
     log_decay,
     next_power_of_2,
@@ -29,6 +31,7 @@ from .gate import SOFTPLUS_BETA, SOFTPLUS_THRESHOLD
 from .l2norm import EPS, reciprocal_norm
 
 NORM_EPS = tl.constexpr(EPS)
+TO_LOG2 = tl.constexpr(RCP_LN2)
 GATE_BETA = tl.constexpr(SOFTPLUS_BETA)
 GATE_THRESHOLD = tl.constexpr(SOFTPLUS_THRESHOLD)
 
@@ -160,7 +163,7 @@ def fused_recurrent_kda_kernel(
                 b_g + b_bias, rate, lower_bound, GATE_BETA, GATE_THRESHOLD, USE_LOWER_BOUND
             )
 
-        b_S *= tl.exp(b_g)[:, None]  # decay
+        b_S *= decay_factor(b_g * TO_LOG2)[:, None]  # decay
         b_d = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))  # [BV] what is missing
         b_S += b_k[:, None] * b_d[None, :]  # write
         b_o = tl.sum(b_S * (b_q * scale)[:, None], axis=0)  # [BV] read

@@ -20,6 +20,7 @@ class ChunkLayout(NamedTuple):
     rows: B of a rectangular batch, 1 of a packed one.
     NT: number of chunks per row.
     N: number of sequences.
+    covers: whether every token is known to lie in a sequence (cu_seqlens was read on the host).
     """
 
     chunks: torch.Tensor | None
@@ -28,6 +29,7 @@ class ChunkLayout(NamedTuple):
     rows: int
     NT: int
     N: int
+    covers: bool
 
     def programs(self, HV: int) -> int:
         """One program per chunk and value head."""
@@ -40,9 +42,10 @@ def chunk_layout(B, T, chunk_size, cu_seqlens=None, cu_seqlens_cpu=None) -> Chun
     With `cu_seqlens_cpu` the number of chunks is exact; without it, an upper bound.
     """
     if cu_seqlens is None:
-        return ChunkLayout(None, None, None, B, -(-T // chunk_size), B)
+        return ChunkLayout(None, None, None, B, -(-T // chunk_size), B, True)
     N = cu_seqlens.numel() - 1
-    if cu_seqlens_cpu is None:
+    covers = cu_seqlens_cpu is not None
+    if not covers:
         NT = (T + N * (chunk_size - 1)) // chunk_size
     else:
         lengths = cu_seqlens_cpu.diff()
@@ -58,4 +61,4 @@ def chunk_layout(B, T, chunk_size, cu_seqlens=None, cu_seqlens_cpu=None) -> Chun
     first = cu[sequence] + (row - offsets[sequence]) * chunk_size
     count = (cu[sequence + 1] - first).clamp(0, chunk_size)
     chunks = torch.stack([first, torch.where(exists, count, 0)], dim=1)
-    return ChunkLayout(chunks.int(), offsets.int(), cu, 1, NT, N)
+    return ChunkLayout(chunks.int(), offsets.int(), cu, 1, NT, N, covers)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import dot_precision, key_tile, on_device_of_first_argument, tile_budget
+from ._common import decay_factor, dot_precision, key_tile, on_device_of_first_argument, tile_budget
 from .sequences import chunk_layout
 
 
@@ -102,7 +102,7 @@ def chunk_gated_delta_rule_fwd_h_kda_kernel(
             b_last += tl.load(G_residual + o_last, mask=m_k, other=0.0)
         p_kg = kg + o_tk[:, None] + o_k[None, :]
         b_kg = tl.load(p_kg, mask=m_t[:, None] & m_k[None, :], other=0.0)  # [C, BK]
-        b_S *= tl.exp2(b_last)[None, :]
+        b_S *= decay_factor(b_last)[None, :]
         b_v = b_v.to(b_operand.dtype)
         b_S += tl.dot(b_v, b_kg.to(b_v.dtype), input_precision=PRECISION)
         row += C * HV

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from ._common import (
     as_rows,
-    channel_tile,
     dot_precision,
+    key_tile,
     locate_chunk,
     on_device_of_first_argument,
     row_strides,
@@ -169,8 +169,8 @@ def recompute_w_u_fwd(
             K=K,
             V=V,
             C=C,
-            BK=channel_tile(K, k.dtype),
-            BV=channel_tile(V, k.dtype),
+            BK=min(key_tile(K), 32),
+            BV=min(key_tile(V), 32),
             PACKED=layout.chunks is not None,
             RESIDUAL=G_residual is not None,
             L2NORM=k_rstd is not None,

@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from recurrent_cases import assert_right, assert_same, oracle, run, small
+from cases import assert_every_pair, assert_same, build, oracle, small, tokens
+from recurrent_cases import assert_right, run
 
 from kda_edu.kernels import checks, recurrent
 from kda_edu.teach.check import rms_error
-from kda_edu.teach.inputs import make_inputs
 
 # -- every option, in combination --------------------------------------------------------------
 
@@ -33,69 +33,7 @@ CASES = [{name: _draw.choice(values) for name, values in OPTIONS.items()} for _ 
 
 
 def test_the_cases_cover_every_pair_of_options():
-    for (a, values_a), (b, values_b) in itertools.combinations(OPTIONS.items(), 2):
-        if len(values_a) * len(values_b) <= 9:
-            met = {(case[a], case[b]) for case in CASES}
-            assert met == set(itertools.product(values_a, values_b)), (a, b)
-    for name, values in OPTIONS.items():
-        assert {case[name] for case in CASES} == set(values)
-
-
-def build(case, device):
-    """(inputs, options) of a case."""
-    (H, HV), (K, V), lengths = case["heads"], case["dims"], case["lengths"]
-    cu = None
-    if isinstance(lengths, tuple):
-        cu = torch.tensor([0, *itertools.accumulate(lengths)])
-    x = make_inputs(
-        B=2,
-        T=4,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        dtype=case["dtype"],
-        initial_state=case["initial_state"],
-        cu_seqlens=cu,
-        keys="unit" if not case["l2norm"] else "correlated",
-    )
-    options = dict(
-        scale=case["scale"],
-        output_final_state=case["final_state"],
-        use_qk_l2norm_in_kernel=case["l2norm"],
-        state_v_first=case["state_v_first"],
-    )
-    if cu is not None:
-        x = x._replace(cu_seqlens=cu.to(case["index"]))
-    if case["l2norm"]:
-        x = x._replace(q=x.q * 3, k=x.k * 0.5)
-    if case["state_v_first"] and x.initial_state is not None:
-        x = x._replace(initial_state=x.initial_state.transpose(-1, -2).contiguous())
-    x, options = _with_gate(case, x, options)
-    if case["beta"] != "given":
-        options["use_beta_sigmoid_in_kernel"] = True
-        options["allow_neg_eigval"] = case["beta"] == "2 sigmoid"
-        x = x._replace(beta=(4 * x.beta.float() - 2).to(case["dtype"]))
-    options = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-    }
-    return x.to(device), options
-
-
-def _with_gate(case, x, options):
-    HV, K = x.g.shape[2:]
-    draw = torch.Generator().manual_seed(1)
-    if case["gate"] != "given":
-        x = x._replace(g=2 * torch.randn(x.g.shape, generator=draw))
-        options["use_gate_in_kernel"] = True
-        if "no A_log" not in case["gate"]:
-            options["A_log"] = torch.linspace(-1, 1, HV)
-        if "bias" in case["gate"]:
-            options["dt_bias"] = torch.randn(HV * K, generator=draw)
-        if "bounded" in case["gate"]:
-            options["lower_bound"] = -5.0
-    return x._replace(g=x.g.to(case["gate_dtype"])), options
+    assert_every_pair(CASES, OPTIONS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[str(i) for i in range(len(CASES))])
@@ -240,12 +178,6 @@ def test_small_increments_are_kept(device):
 
 
 # -- properties of a recurrence ----------------------------------------------------------------
-
-
-def tokens(x, part):
-    """The same inputs with `part`, a slice, of the tokens."""
-    cut = {name: getattr(x, name)[:, part] for name in ("q", "k", "v", "g", "beta")}
-    return x._replace(**cut)
 
 
 def test_decoding_token_by_token_is_the_full_run(device):

@@ -2,27 +2,14 @@
 
 import pytest
 import torch
-from recurrent_cases import assert_same, run, small
+from cases import NAMES, WRONG, assert_same, gapped, small
+from recurrent_cases import run
 
 from kda_edu import fused_recurrent_kda, fused_recurrent_kda_update
 from kda_edu.kernels._common import as_rows
 from kda_edu.teach.check import rms_error
 
-NAMES = ("q", "k", "v", "g", "beta")
-
 # -- layouts -----------------------------------------------------------------------------------
-
-
-def gapped(x):
-    """The same numbers as a view of a wider tensor: every dimension strided, the last contiguous.
-
-    The gaps hold NaN.
-    """
-    wide = torch.full([2 * n for n in x.shape[:-1]] + [x.shape[-1] + 5], float("nan"))
-    view = wide.to(x)[..., : x.shape[-1]]
-    for axis, n in enumerate(x.shape[:-1]):
-        view = view.narrow(axis, 1, n) if axis else view[:n]
-    return view.copy_(x)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,40 +169,6 @@ def test_every_flag_changes_the_output(device):
     for i, a in enumerate(outputs):
         for b in outputs[i + 1 :]:
             assert rms_error(a, b) > 1e-3
-
-
-def broken(name, change):
-    """Change one argument of a valid call."""
-    return lambda x: {name: change(getattr(x, name))}
-
-
-WRONG = [
-    (lambda x: dict(q=x.q[0]), ValueError, "q:"),
-    (lambda x: dict(q=x.q.numpy()), TypeError, "q:"),
-    (broken("q", lambda q: q.double()), TypeError, "q:"),
-    (broken("k", lambda k: k.half()), TypeError, "k:"),
-    (broken("k", lambda k: k[..., :8]), ValueError, "k:"),
-    (broken("v", lambda v: v[:, :2]), ValueError, "v:"),
-    (broken("v", lambda v: v[:, :, :3]), ValueError, "v:"),
-    (broken("g", lambda g: g[:, :, :2]), ValueError, "g:"),
-    (broken("g", lambda g: g.int()), TypeError, "g:"),
-    (broken("beta", lambda beta: beta[..., None]), ValueError, "beta:"),
-    (broken("initial_state", lambda s: s.half()), TypeError, "initial_state:"),
-    (broken("initial_state", lambda s: s.transpose(2, 3)), ValueError, "initial_state:"),
-    (lambda x: dict(state_v_first=True), ValueError, "initial_state:"),
-    (lambda x: dict(cu_seqlens=torch.tensor([0, 2.0, 5.0])), TypeError, "cu_seqlens:"),
-    (lambda x: dict(cu_seqlens=torch.tensor([1, 5])), ValueError, "cu_seqlens:"),
-    (lambda x: dict(cu_seqlens=torch.tensor([0, 3, 2, 5])), ValueError, "cu_seqlens:"),
-    (lambda x: dict(cu_seqlens=torch.tensor([0, 4])), ValueError, "cu_seqlens:"),
-    (lambda x: dict(cu_seqlens=torch.tensor([0, 2, 5])), ValueError, "initial_state:"),
-    (lambda x: dict(scale="1"), TypeError, "scale:"),
-    (lambda x: dict(A_log=torch.zeros(4)), ValueError, "A_log:"),
-    (lambda x: dict(use_gate_in_kernel=True), ValueError, "A_log:"),
-    (lambda x: dict(use_gate_in_kernel=True, A_log=torch.zeros(3)), ValueError, "A_log:"),
-    (lambda x: dict(use_gate_in_kernel=True, lower_bound=1.0), ValueError, "lower_bound:"),
-    (lambda x: dict(allow_neg_eigval=True), ValueError, "allow_neg_eigval:"),
-    (lambda x: dict(use_l2norm=True), TypeError, "use_l2norm"),
-]
 
 
 @pytest.mark.parametrize("change, error, message", WRONG, ids=[str(i) for i in range(len(WRONG))])

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from recurrent_cases import run, small
+from cases import small
+from recurrent_cases import run
 
 from kda_edu import fused_recurrent_kda_update
 from kda_edu.kernels import checks
