@@ -27,7 +27,7 @@ INTERPRET = $(shell $(PY) -c "import torch; print(int(not torch.cuda.is_availabl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup book test notebooks lock clean \
+.PHONY: help setup book test notebooks bench mutate lock clean \
 	lint test-python test-compile test-fresh test-notebooks test-book
 
 help: ## print these lines
@@ -86,6 +86,13 @@ test-book: setup ## open every page of the built book in headless Chromium
 
 notebooks: setup ## execute the chapters' sources into the notebooks that are committed
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 "$(PY)" tools/execute.py $(CHAPTERS)
+
+bench: setup ## time the kernels, and peers, on this machine's GPU; writes benchmarks/results
+	"$(PY)" -m pip install -q $(PIP_ARGS) -c constraints.txt -e ".[bench]"
+	"$(PY)" benchmarks/run.py
+
+mutate: setup ## flip every sign in the chapters' formulas; each flip must make its chapter fail
+	TRITON_INTERPRET=$(INTERPRET) "$(PY)" tools/mutate_chapters.py
 
 lock: ## choose constraints.txt anew from tools/pins.txt (needs uv)
 	uv pip compile --quiet --universal --python-version $(LOCK_PYTHON) --upgrade \

@@ -1,23 +1,21 @@
 """The oracle against itself, against a loop in numpy, and against results known in closed form.
 
 Two algorithms in float64 (token by token, chunk by chunk) must agree to 1e-12 for every gate. What
-they share (scale, groups of heads, gates, norm, sigmoid, layouts) is checked by the third opinion,
-written in numpy with nothing of the two.
+they share (scale, groups of heads, gates, norm, sigmoid, layouts) is checked by a third opinion,
+a loop in numpy. The gates and the norm on their own: test_reference_gate.py.
 """
 
 import functools
 import math
 
-import numpy as np
 import pytest
 import torch
+from third_opinion import numpy_kda
 
 from kda_edu.reference import (
     chunk_kda,
     delta_net,
     gated_delta_net,
-    kda_gate,
-    l2norm,
     linear_attention,
     recurrent_kda,
 )
@@ -28,6 +26,7 @@ INF = math.inf
 F64 = torch.float64
 BOTH = pytest.mark.parametrize("kda", [recurrent_kda, chunk_kda])
 T = 70  # one chunk of 64 and a ragged one
+TOKENS = ("q", "k", "v", "g", "beta")
 CHUNK_SIZES = (1, 7, 16, 64, T)
 GATES = (0, -1e-6, -1, -5, -20, -100, -1e4, -INF, "mixed", "reset", "holes")
 
@@ -149,69 +148,6 @@ def test_gradients_are_the_derivative(kda, options):
 # -- a third opinion ---------------------------------------------------------------------------
 
 
-def numpy_head(q, k, v, g, beta, S):
-    """One head, q scaled: q, k, g [T, K], v [T, V], beta [T], S [K, V]."""
-    o = np.zeros_like(v)
-    for t in range(len(v)):
-        S = np.exp(g[t])[:, None] * S
-        delta = beta[t] * (v[t] - S.T @ k[t])
-        S = S + np.outer(k[t], delta)
-        o[t] = S.T @ q[t]
-    return o, S
-
-
-def numpy_kda(x, *, scale=None, cu_seqlens=None, state_v_first=False, **options):
-    """(o, final state) as tensors, head by head and sequence by sequence."""
-    q, k, v, g, beta = (value.numpy() for value in x[:5])
-    (B, length, H, K), (HV, V) = q.shape, v.shape[2:]
-    q, k, g, beta = numpy_in_kernel(q, k, g, beta, **options)
-    q = q * (1 / math.sqrt(K) if scale is None else scale)
-    if cu_seqlens is None:
-        pieces = [(b, slice(0, length)) for b in range(B)]
-    else:
-        ends = cu_seqlens.tolist()
-        pieces = [(0, slice(ends[n], ends[n + 1])) for n in range(len(ends) - 1)]
-    o, states = np.zeros_like(v), np.zeros((len(pieces), HV, K, V))
-    for n, (b, tokens) in enumerate(pieces):
-        for h in range(HV):
-            S = np.zeros((K, V))
-            if x.initial_state is not None:
-                S = x.initial_state[n, h].numpy()
-                S = S.T if state_v_first else S
-            at, at_k = (b, tokens, h), (b, tokens, h // (HV // H))
-            o[at], states[n, h] = numpy_head(q[at_k], k[at_k], v[at], g[at], beta[at], S)
-    states = states.swapaxes(-1, -2) if state_v_first else states
-    return torch.from_numpy(o), torch.from_numpy(states)
-
-
-def numpy_in_kernel(
-    q,
-    k,
-    g,
-    beta,
-    *,
-    A_log=None,
-    dt_bias=None,
-    lower_bound=None,
-    use_gate_in_kernel=False,
-    use_qk_l2norm_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-):
-    if use_gate_in_kernel:
-        rate = 1.0 if A_log is None else np.exp(A_log.numpy().reshape(-1, 1))
-        y = g if dt_bias is None else g + dt_bias.numpy().reshape(g.shape[-2:])
-        if lower_bound is None:
-            g = -rate * np.where(y > 20, y, np.logaddexp(0, y))
-        else:
-            g = lower_bound / (1 + np.exp(-rate * y))
-    if use_qk_l2norm_in_kernel:
-        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    if use_beta_sigmoid_in_kernel:
-        beta = (2 if allow_neg_eigval else 1) / (1 + np.exp(-beta))
-    return q, k, g, beta
-
-
 def case(options=None, in_kernel=None, **sizes):
     """(inputs, options); `in_kernel` names the options to keep of `in_kernel_call`."""
     options = dict(options or {})
@@ -239,6 +175,8 @@ EVERYTHING = f"{SOFTPLUS} dt_bias {BETA} allow_neg_eigval {NORM}"
 BOUNDED = dict(lower_bound=-5.0)
 CASES = {
     "plain": case(),
+    "correlated keys": case(keys="correlated"),
+    "unstable: beta 2, correlated keys": case(keys="correlated", beta=2.0),
     "scale 0.3": case(dict(scale=0.3)),
     "scale 2": case(dict(scale=2)),
     "scale 0": case(dict(scale=0.0)),
@@ -277,13 +215,10 @@ CASES = {
 def test_every_option_against_numpy(kda, name):
     x, options = CASES[name]
     chunk = dict(chunk_size=16) if kda is chunk_kda else {}
-    cu = options.get("cu_seqlens")
-    given = dict(options, **chunk)
-    got = run(kda, x._replace(cu_seqlens=None), **given)
+    got = run(kda, x, **options, **chunk)
     want = numpy_kda(x, **options)
     assert [y.shape for y in got] == [y.shape for y in want]
     assert_close(got, want)
-    assert x.g.shape[1] == 0 or cu is not None or rms_error(got[0], torch.zeros_like(got[0])) >= 0
 
 
 @BOTH
@@ -301,3 +236,227 @@ def test_a_final_state_is_never_the_callers_tensor(kda):
         if name != "plain":
             assert torch.equal(state, x.initial_state)
         assert state.data_ptr() != x.initial_state.data_ptr() and state.is_contiguous()
+
+
+# -- known results -----------------------------------------------------------------------------
+
+
+def column(*values):
+    """One token or more of one head and one channel: [1, T, 1, 1]."""
+    return torch.tensor(values, dtype=F64).reshape(1, -1, 1, 1)
+
+
+@BOTH
+def test_decay_comes_before_erase(kda):
+    """S = 1, decay 0.5, k = v = 1, beta = 0.5: 0.75. With the erase first it would be 0.5."""
+    one, beta = column(1.0), column(0.5)[..., 0]
+    o, state = kda(
+        one,
+        one,
+        one,
+        column(math.log(0.5)),
+        beta,
+        initial_state=one,
+        output_final_state=True,
+        scale=1.0,
+    )
+    assert o.item() == pytest.approx(0.75, rel=1e-15) and o.item() == state.item()
+
+
+@BOTH
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_a_write_keeps_replaces_or_reflects(kda, beta):
+    """What the key reads after the write: what it read before, v, or 2 v minus what it read."""
+    x = inputs(gate="none", beta=beta, T=1, H=2, HV=2)
+    x = x._replace(q=x.k)
+    o, state = run(kda, x, scale=1.0)
+    before = torch.einsum("bthk,bhkv->bthv", x.k, x.initial_state)
+    want = {0.0: before, 1.0: x.v, 2.0: 2 * x.v - before}[beta]
+    assert rms_error(o, want) <= 1e-13
+    assert rms_error(torch.einsum("bthk,bhkv->bthv", x.k, state), want) <= 1e-13
+    if beta == 0.0:
+        assert torch.equal(state, x.initial_state)
+    d_beta = with_gradients(kda, x)["dbeta"]
+    assert d_beta.abs().min() > 1e-3
+
+
+@BOTH
+@pytest.mark.parametrize("reset", [0, 5, 16, 36])
+def test_an_infinite_gate_is_a_fresh_start(kda, reset):
+    x = inputs(T=37, H=2, HV=4)
+    x.g[:, reset] = -INF
+    o, state = run(kda, x)
+    after = x._replace(**{n: value[:, reset:] for n, value in x._asdict().items() if n in TOKENS})
+    fresh = run(kda, after._replace(initial_state=None))
+    assert_close((o[:, reset:], state), fresh, 0 if kda is recurrent_kda else 1e-13)
+    for strong in (-1e4, -1e30, -1.7e308):
+        x.g[:, reset] = strong
+        assert_equal(run(kda, x), (o, state))
+
+
+@BOTH
+def test_nothing_flows_back_through_an_infinite_gate(kda):
+    """Gradients of what came before are exactly zero, and none is NaN."""
+    x = inputs(T=20).requires_grad()
+    x.g.data[:, 9] = -INF
+    o, state = run(kda, x)
+    gradients = torch.autograd.grad(o[:, 9:].sum() + state.sum(), x[:6])
+    for name, gradient in zip(TOKENS, gradients, strict=False):
+        assert not gradient[:, :9].any(), name
+    assert not gradients[5].any() and not gradients[3][:, 9].any()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert all(gradient[:, 10:].any() for gradient in gradients[:5])
+
+
+def masked_product(q, k, v, S, scale):
+    """Linear attention as one causal matrix product. One head, no decay."""
+    return scale * (torch.tril(q @ k.T) @ v + q @ S)
+
+
+def test_linear_attention_is_a_masked_product():
+    x = inputs(T=37, H=2, HV=4)
+    o, state = linear_attention(
+        x.q, x.k, x.v, initial_state=x.initial_state, output_final_state=True
+    )
+    for b in range(2):
+        for h in range(4):
+            q, k, v, _, _, S = x.head(b, h)
+            assert rms_error(o[b, :, h], masked_product(q, k, v, S, 8**-0.5)) <= 1e-13
+            assert rms_error(state[b, h], S + k.T @ v) <= 1e-13
+    halved, nothing = linear_attention(x.q, x.k, x.v, scale=0.5)
+    q, k, v = x.head(1, 3)[:3]
+    assert nothing is None
+    assert rms_error(halved[1, :, 3], masked_product(q, k, v, 0 * S, 0.5)) <= 1e-13
+
+
+@pytest.mark.parametrize("gate", ["random", -INF, "holes"])
+def test_gated_linear_attention_decays_then_adds(gate):
+    x = inputs(gate, T=11, H=1, HV=2)
+    o, state = linear_attention(
+        x.q, x.k, x.v, g=x.g, initial_state=x.initial_state, output_final_state=True
+    )
+    q, k, v, g, _, S = x.head(1, 1)
+    for t in range(11):
+        S = torch.diag(g[t].exp()) @ S + torch.outer(k[t], v[t])
+        assert rms_error(o[1, t, 1], S.T @ q[t] * 8**-0.5) <= 1e-13
+    assert rms_error(state[1, 1], S) <= 1e-13
+
+
+@pytest.mark.parametrize("decayed", [False, True])
+def test_delta_rules_are_products_of_matrices(decayed):
+    """S <- exp(g) (I - beta k k^T) S + beta k v^T: DeltaNet without g, Gated DeltaNet with it."""
+    x = inputs(T=11, H=1, HV=2)
+    options = dict(initial_state=x.initial_state, output_final_state=True)
+    one_g = x.g[..., 0]
+    if decayed:
+        o, state = gated_delta_net(x.q, x.k, x.v, one_g, x.beta, **options)
+        g = one_g[..., None].expand_as(x.g)
+    else:
+        o, state = delta_net(x.q, x.k, x.v, x.beta, **options)
+        g = torch.zeros_like(x.g)
+    assert_equal((o, state), run(recurrent_kda, x._replace(g=g)))
+    q, k, v, g, beta, S = x._replace(g=g).head(1, 1)
+    for t in range(11):
+        step = g[t, 0].exp() * (torch.eye(8, dtype=F64) - beta[t] * torch.outer(k[t], k[t]))
+        S = step @ S + beta[t] * torch.outer(k[t], v[t])
+        assert rms_error(o[1, t, 1], S.T @ q[t] * 8**-0.5) <= 1e-13
+    assert rms_error(state[1, 1], S) <= 1e-13
+
+
+def test_the_special_cases_take_the_options():
+    x = inputs(H=2, HV=4, cu_seqlens=PACKED)
+    options = dict(cu_seqlens=x.cu_seqlens, scale=0.3, use_qk_l2norm_in_kernel=True)
+    start = dict(initial_state=x.initial_state, output_final_state=True)
+    for got, g in (
+        (delta_net(x.q, x.k, x.v, x.beta, **options, **start), torch.zeros_like(x.g)),
+        (
+            gated_delta_net(x.q, x.k, x.v, x.g[..., 3], x.beta, **options, **start),
+            x.g[..., 3:4].expand_as(x.g),
+        ),
+    ):
+        assert_close(got, numpy_kda(x._replace(g=g), **options))
+
+
+# -- one result, however it is asked for -------------------------------------------------------
+
+
+@BOTH
+def test_the_group_of_a_value_head(kda):
+    """Value head h reads key head h // (HV / H); a gradient of a key head is that of its group."""
+    x = inputs(T=20, H=2, HV=4, initial_state=False)
+    repeated = x._replace(q=x.q.repeat_interleave(2, 2), k=x.k.repeat_interleave(2, 2))
+    tiled = x._replace(q=x.q.repeat(1, 1, 2, 1), k=x.k.repeat(1, 1, 2, 1))
+    assert_equal(run(kda, x), run(kda, repeated))
+    assert rms_error(run(kda, x)[0], run(kda, tiled)[0]) > 0.5
+    got, want = with_gradients(kda, x), with_gradients(kda, repeated)
+    for name in ("dq", "dk"):
+        assert rms_error(got[name], want[name].unflatten(2, (2, 2)).sum(3)) <= 1e-13
+
+
+@BOTH
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_packed_sequences_are_separate_calls(kda, index):
+    x = inputs(cu_seqlens=PACKED, H=2, HV=4)
+    o, states = run(kda, x._replace(cu_seqlens=x.cu_seqlens.to(index)))
+    for n, (start, end) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+        alone = {name: getattr(x, name)[:, start:end] for name in TOKENS}
+        alone["initial_state"] = x.initial_state[n : n + 1]
+        got = kda(**alone, output_final_state=True)
+        assert_close((o[:, start:end], states[n : n + 1]), got, 1e-13)
+
+
+@BOTH
+@pytest.mark.parametrize("cut", [0, 1, 16, 33, 37])
+def test_the_final_state_is_the_next_initial_state(kda, cut):
+    x = inputs(T=37, H=2, HV=4)
+    first = x._replace(**{name: getattr(x, name)[:, :cut] for name in TOKENS})
+    second = x._replace(**{name: getattr(x, name)[:, cut:] for name in TOKENS})
+    o_1, state = run(kda, first)
+    o_2, state = run(kda, second._replace(initial_state=state))
+    budget = 0 if kda is recurrent_kda else 1e-13
+    assert_close((torch.cat([o_1, o_2], 1), state), run(kda, x), budget)
+
+
+@BOTH
+@pytest.mark.parametrize("last", [0, 15, 16, 30])
+def test_causality_is_exact(kda, last):
+    """What follows a token changes no bit at or before it."""
+    x, other = inputs(T=37, H=2, HV=4), inputs("reset", T=37, H=2, HV=4, seed=1)
+    options = dict(chunk_size=16) if kda is chunk_kda else {}
+    mixed = {
+        name: torch.cat([getattr(x, name)[:, : last + 1], getattr(other, name)[:, last + 1 :]], 1)
+        for name in TOKENS
+    }
+    want, got = (run(kda, y, **options)[0] for y in (x, x._replace(**mixed)))
+    assert torch.equal(got[:, : last + 1], want[:, : last + 1])
+    assert not torch.equal(got[:, last + 1], want[:, last + 1])
+
+
+@BOTH
+def test_scale_multiplies_the_read_alone(kda):
+    x = inputs(T=37)
+    o, state = run(kda, x, scale=1.0)
+    assert_equal(run(kda, x, scale=-1.0), (-o, state))
+    assert_equal(run(kda, x, scale=1), (o, state))
+    nothing, same = run(kda, x, scale=0.0)
+    assert not nothing.any() and torch.equal(same, state)
+    assert_close(run(kda, x), (o * 8**-0.5, state), 1e-13)
+
+
+@BOTH
+def test_inputs_are_not_modified(kda):
+    x, parameters, options = in_kernel_call(-5.0, T=20)
+    given = [value.clone() for value in (*x[:6], *parameters.values())]
+    run(kda, x, **parameters, **options)
+    assert_equal((*x[:6], *parameters.values()), given)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_is_rounded_only_at_the_end(kda, dtype):
+    x = make_inputs(T=37, HV=4, K=8, V=6, dtype=dtype)
+    o, state = run(kda, x)
+    o_wide, state_wide = run(kda, x.to(torch.float32))
+    assert o_wide.dtype == state_wide.dtype == torch.float32
+    assert_equal((o, state), (o_wide.to(dtype), state_wide))
+    assert_close((o_wide, state_wide), numpy_kda(x.double()), 1e-6)

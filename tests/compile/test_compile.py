@@ -14,7 +14,13 @@ from harness import CHIPS, check_limits, compiled_kernels, launched_kernels
 from triton.runtime import Autotuner, Heuristics, JITFunction
 
 import kda_edu.kernels
-from kda_edu import fused_recurrent_kda, fused_recurrent_kda_update, kda_gate_fwd, l2norm_fwd
+from kda_edu import (
+    chunk_kda,
+    fused_recurrent_kda,
+    fused_recurrent_kda_update,
+    kda_gate_fwd,
+    l2norm_fwd,
+)
 from kda_edu.kernels._autotune import autotune
 from kda_edu.kernels.gate import kda_gate_fwd_kernel
 from kda_edu.kernels.l2norm import l2norm_fwd_kernel
@@ -76,7 +82,24 @@ def l2norm():
     l2norm_fwd(torch.zeros(9, 256, dtype=torch.float16), output_dtype=fp32)
 
 
+def chunk_bf16():
+    """Packed with the unbounded gate, rectangular with the bounded one."""
+    sizes = dict(H=2, HV=4, K=128, V=128, dtype=bf16)
+    packed = make_inputs(cu_seqlens=[0, 3, 80], **sizes)._asdict()
+    chunk_kda(**packed, **all_in_kernel(4, 128), output_final_state=True)
+    x = make_inputs(B=1, T=70, **sizes)._asdict() | dict(initial_state=None)
+    chunk_kda(**x, **all_in_kernel(4, 128), lower_bound=-5.0, safe_gate=True)
+
+
+def chunk_fp32():
+    x = make_inputs(B=1, T=70, H=1, K=64, V=64, dtype=fp32)
+    x = x._replace(initial_state=x.initial_state.transpose(2, 3))
+    chunk_kda(**x._asdict(), output_final_state=True, state_v_first=True)
+
+
 CASES = [
+    ("chunk bf16", chunk_bf16),
+    ("chunk fp32", chunk_fp32),
     ("recurrent bf16", recurrent_bf16),
     ("recurrent fp32", recurrent_fp32),
     ("pool update", pool_update),
@@ -86,7 +109,7 @@ CASES = [
 
 # Bytes per thread that a kernel may spill to memory: a few registers, unless it is named here.
 MAX_STACK = 64
-MAX_STACK_OF = {}
+MAX_STACK_OF = {"scores_in_block_kernel": 512}
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -115,7 +138,7 @@ def kernels_of_the_library():
 
 
 def test_every_kernel_has_a_case():
-    launched = set().union(*(launched_kernels(call) for _, call in CASES))
+    launched = set().union(*(launched_kernels(CHIPS["sm_90"], call) for _, call in CASES))
     assert set(kernels_of_the_library()) <= launched
 
 

@@ -141,23 +141,47 @@ def test_packed(cu, D, mask_p, safe, chunk):
 
 
 @pytest.mark.parametrize("kernel", [chunk_kda, fused_recurrent_kda])
-@pytest.mark.parametrize("where", [-8.0, -4.0, 0.0, 8.0, "uniform", "normal"])
-def test_gate_range(kernel, where):
-    """Gates across their whole range, A_log = log U(1, 16), lower bound -5; limit .006 halved."""
+def test_flash_kda_backend(kernel):
+    """The case of fla's backend test: all in the kernel, A_log = log U(1, 16); .006 halved."""
     torch.manual_seed(42)
-    T, H, D = 2048, 2, 128
-    q, k, v = (torch.randn(1, T, H, D, dtype=BF16).cuda() for _ in range(3))
-    q, k = normalised(q, k)
-    x = torch.empty(1, T, H, D)
-    x = {"uniform": x.uniform_(-8, 8), "normal": x.normal_(0, 8)}.get(where, x.fill_(-8.0))
-    x = (x if isinstance(where, str) else torch.full_like(x, where)).to(BF16).cuda()
-    options = dict(
-        use_gate_in_kernel=True, lower_bound=-5.0, A_log=torch.empty(H).uniform_(1, 16).log().cuda(),
-        dt_bias=torch.randn(H * D).cuda(), initial_state=torch.randn(1, H, D, D).cuda(),
-    )  # fmt: skip
-    beta = torch.rand(1, T, H, dtype=BF16).cuda()
-    want = oracle((q, k, v, x, beta), options)
-    got = kernel(q, k, v, x, beta, **options, output_final_state=True)
+    tensors, options = raw_inputs(torch.randn(1, 2048, 2, 128))
+    want = oracle(tensors, options)
+    got = kernel(*tensors, **options, output_final_state=True)
+    errors = [rms_error(a, b) for a, b in zip(got, want, strict=True)]
+    print(f"{kernel.__name__}: o {errors[0]:.2e}, state {errors[1]:.2e}")
+    assert max(errors) < 6e-3 / 2, errors
+
+
+@pytest.mark.parametrize("kernel, limit", [(chunk_kda, 5e-3), (fused_recurrent_kda, 2.5e-3)])
+@pytest.mark.parametrize("where", [-8.0, -4.0, 0.0, 8.0, "uniform", "normal"])
+def test_gate_range(kernel, limit, where):
+    """FlashKDA's accuracy sweep: gates across their whole range, and its limit of .005.
+
+    With the gate at 0 the state lives for hundreds of tokens: what is left of the error is its
+    rounding to bfloat16 before each product.
+    """
+    torch.manual_seed(42)
+    x = torch.empty(1, 2048, 2, 128)
+    x = {"uniform": x.uniform_(-8, 8), "normal": x.normal_(0, 8)}.get(where, where)
+    tensors, options = raw_inputs(torch.full((1, 2048, 2, 128), x) if isinstance(x, float) else x)
+    want = oracle(tensors, options)
+    got = kernel(*tensors, **options, output_final_state=True)
     errors = [rms_error(a, b) for a, b in zip(got, want, strict=True)]
     print(f"{kernel.__name__} gate {where}: o {errors[0]:.2e}, state {errors[1]:.2e}")
-    assert max(errors) < 6e-3 / 2, errors
+    assert max(errors) < limit, errors
+
+
+def raw_inputs(x):
+    """Everything raw, in bfloat16, for a gate input x [1, T, H, D]."""
+    _, T, H, D = x.shape
+    q, k, v = (torch.randn(1, T, H, D, dtype=BF16).cuda() for _ in range(3))
+    options = dict(
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=-5.0,
+        A_log=torch.empty(H).uniform_(1, 16).log().cuda(),
+        dt_bias=torch.randn(H * D).cuda(),
+        initial_state=torch.randn(1, H, D, D).cuda(),
+    )
+    return (q, k, v, x.to(BF16).cuda(), torch.randn(1, T, H, dtype=BF16).cuda()), options

@@ -1,0 +1,245 @@
+"""Times the kernels, and each peer that is installed, on the same inputs in one process.
+
+    python benchmarks/run.py                     every record
+    python benchmarks/run.py forward decode      these records
+    python benchmarks/run.py --cases T8192       cases whose name holds this text; writes nothing
+
+forward compares with the peers, sequence_length the token loop with the chunks over T, decode is
+one token for each of B requests, in a CUDA graph that visits more states than the L2 cache holds.
+Each time stands beside the error of the same call against the float64 oracle; a wrong result is
+not recorded. A peer that fails, or is not installed, is listed with its error. All options run in
+the kernels: gate with a lower bound of -5, norm of q and k, sigmoid of beta; K = V = 128, bfloat16,
+float32 state in and out. Times are medians with the L2 cache flushed between calls.
+"""
+
+import argparse
+import itertools
+import json
+from typing import NamedTuple
+
+import torch
+import triton.testing
+
+from kda_edu import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_update, reference
+from kda_edu.teach import budget_for, records, rms_error
+
+LOWER_BOUND = -5.0
+DTYPE = torch.bfloat16
+
+
+class Case(NamedTuple):
+    name: str
+    B: int
+    T: int
+    H: int
+    lengths: tuple = ()  # of the sequences packed along T
+    gate: str = "lower bound"
+    K: int = 128
+    V: int = 128
+
+
+MIXED = (1300, 547, 2048, 963, 271, 3063)
+FORWARD = [
+    Case("B1 T8192 H64", 1, 8192, 64),
+    Case("B1 T8192 H96", 1, 8192, 96),
+    Case("B2 T4096 H64", 2, 4096, 64),
+    Case("B1 T8192 H64 packed", 1, 8192, 64, MIXED),
+    Case("B1 T8192 H32", 1, 8192, 32),
+    Case("B1 T512 H64", 1, 512, 64),
+    Case("B1 T8192 H64 softplus", 1, 8192, 64, gate="softplus"),
+]
+SEQUENCE_LENGTH = [Case(f"B1 T{T} H32", 1, T, 32) for T in (64, 256, 1024, 4096, 16384)]
+DECODE = [Case(f"B{B} T1 H32", B, 1, 32) for B in (1, 8, 64, 256)]
+POOL_BYTES = 512 * 2**20  # several times the L2 cache
+
+
+def inputs(case):
+    """Tensors and options of one call, as a trained layer would make them."""
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape, dtype=DTYPE):
+        return torch.randn(*shape, generator=draw, device="cuda", dtype=torch.float32).to(dtype)
+
+    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
+    q, k, g = (randn(B, T, H, K) for _ in range(3))
+    v, beta = randn(B, T, H, V), randn(B, T, H)
+    ends = torch.tensor([0, *case.lengths], device="cuda").cumsum(0)
+    N = len(case.lengths) or B
+    options = dict(
+        A_log=torch.rand(H, generator=draw, device="cuda").mul(16).log(),
+        dt_bias=randn(H * K, dtype=torch.float32),
+        initial_state=randn(N, H, K, V, dtype=torch.float32),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=LOWER_BOUND if case.gate == "lower bound" else None,
+        cu_seqlens=ends if case.lengths else None,
+    )
+    return (q, k, v, g, beta), options
+
+
+def fla_chunk_kda(*tensors, **options):
+    """flash-linear-attention, on its fast path where the gate is bounded."""
+    from fla.ops.kda import chunk_kda as fla
+
+    return fla(*tensors, **options, safe_gate=options["lower_bound"] is not None)
+
+
+def oracle(tensors, options):
+    """Output and state in float64; chunks of 32 are exact and quicker than a loop over tokens."""
+    wide = {n: x.double() if _is_float(x) else x for n, x in options.items()}
+    return reference.chunk_kda(*(x.double() for x in tensors), **wide, chunk_size=32)
+
+
+def _is_float(x):
+    return torch.is_tensor(x) and x.is_floating_point()
+
+
+def least_bytes(case):
+    """Every input read once, every output written once, in bytes."""
+    N = len(case.lengths) or case.B
+    per_token = 2 * (3 * case.K + 2 * case.V + 1)
+    return case.B * case.T * case.H * per_token + N * case.H * case.K * case.V * 8
+
+
+def least_flops(case, chunk=64):
+    """Products of the chunk form: scores and solve inside a chunk, three K x V with the state."""
+    K, V = case.K, case.V
+    per_token = 2 * (3 * K * V + chunk * (2 * K + 2 * V))
+    return case.B * case.T * case.H * per_token
+
+
+def measure(case, call):
+    """One row of a record: a forward call, its times and its error."""
+    tensors, options = inputs(case)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = call(*tensors, **options)
+    memory = torch.cuda.max_memory_allocated() - before
+    error = max(rms_error(a, b) for a, b in zip(got, oracle(tensors, options), strict=True))
+    del got
+    times = triton.testing.do_bench(
+        lambda: call(*tensors, **options), warmup=50, rep=100, return_mode="all"
+    )
+    return row(case, "forward", times, error) | dict(memory=memory)
+
+
+def measure_decode(case, call):
+    """One row: a step of decoding, captured in a graph of steps on other states each time."""
+    (q, k, v, g, beta), options = inputs(case)
+    state = options.pop("initial_state")
+    for name in ("output_final_state", "cu_seqlens"):
+        del options[name]
+    rounds = max(1, POOL_BYTES // (state.numel() * 4))
+    pool = state.repeat(rounds, 1, 1, 1)
+    slots = torch.arange(rounds * case.B, device="cuda").view(rounds, case.B)
+
+    def step(i):
+        return call(q, k, v, g, beta, pool, slots[i], **options)
+
+    o = step(0)
+    want = oracle((q, k, v, g, beta), options | dict(initial_state=state, output_final_state=True))
+    error = max(rms_error(o, want[0]), rms_error(pool[: case.B], want[1]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(rounds):
+            step(i)
+    times = [elapsed(graph.replay) / rounds for _ in range(25)][5:]
+    return row(case, "decode", times, error)
+
+
+def elapsed(call):
+    """Milliseconds between two events around a call."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def row(case, mode, times, error):
+    p20, median, p80 = torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    return dict(
+        case=case.name,
+        shape={name: getattr(case, name) for name in ("B", "T", "H", "K", "V")},
+        lengths=list(case.lengths),
+        gate=case.gate,
+        mode=mode,
+        dtype="bfloat16",
+        repeats=len(times),
+        p20=p20,
+        median=median,
+        p80=p80,
+        bytes=least_bytes(case),
+        flops=least_flops(case),
+        error=error,
+        budget=budget_for(DTYPE),
+    )
+
+
+CHUNKS = {"kda_edu chunk_kda": chunk_kda}
+RECORDS = {
+    "forward": (FORWARD, CHUNKS | {"fla chunk_kda": fla_chunk_kda}, measure),
+    "sequence_length": (
+        SEQUENCE_LENGTH,
+        CHUNKS | {"kda_edu fused_recurrent_kda": fused_recurrent_kda},
+        measure,
+    ),
+    "decode": (
+        DECODE,
+        {"kda_edu fused_recurrent_kda_update": fused_recurrent_kda_update},
+        measure_decode,
+    ),
+}
+
+
+def run(name, only=""):
+    """The rows of a record, and what failed."""
+    cases, calls, measure_one = RECORDS[name]
+    rows, failures = [], []
+    cases = [case for case in cases if only in case.name]
+    for case, (impl, call) in itertools.product(cases, calls.items()):
+        try:
+            made = dict(impl=impl) | measure_one(case, call)
+        except Exception as error:  # a peer may fail in any way; the others still run
+            failures.append(dict(impl=impl, case=case.name, error=f"{error!r}"[:300]))
+            print(f"{case.name:24} {impl:36} FAILED {error!r:.200}", flush=True)
+            continue
+        rows.append(made)
+        print(
+            f"{case.name:24} {impl:36} {made['median']:9.4f} ms  [{made['p20']:.4f}, "
+            f"{made['p80']:.4f}]  error {made['error']:.1e}",
+            flush=True,
+        )
+    return rows, failures
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("records", nargs="*", metavar="RECORD", help=", ".join(RECORDS))
+    parser.add_argument("--cases", default="", help="only cases whose name holds this text")
+    parser.add_argument("--commit", help="what is measured, where this is no git checkout")
+    parser.add_argument("--folder", help="where to write, default benchmarks/results")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.records) - set(RECORDS):
+        parser.error(f"expected records among {', '.join(RECORDS)}, got {', '.join(unknown)}")
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/run.py: no CUDA GPU here. Times of a CPU say nothing.")
+    for name in arguments.records or RECORDS:
+        rows, failures = run(name, arguments.cases)
+        if not rows:
+            print(f"{name}: no case holds {arguments.cases!r}, or all failed")
+        if arguments.cases or not rows:
+            continue
+        record = records.environment(name, arguments.commit) | dict(rows=rows, failures=failures)
+        try:
+            print("written:", records.write(record, arguments.folder))
+        except records.RecordError as error:
+            print(json.dumps(record))
+            raise SystemExit(f"not recorded: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
