@@ -125,6 +125,39 @@ def check_flags(**flags):
             raise TypeError(f"{name}: expected True or False, got {type(flag).__name__}")
 
 
+def check_sizes(**arguments) -> dict[str, int]:
+    """Check that tensors fit together by the letters of their dimensions; return the sizes.
+
+    Each argument is name=(tensor, "B T HV K") or name=(tensor, "B T HV K", dtypes). The first
+    tensor with a letter fixes its size, and the first tensor fixes the device.
+    """
+    sizes, device = {}, None
+    for name, (x, letters, *dtypes) in arguments.items():
+        check_tensor(name, x, dtypes=dtypes[0] if dtypes else None, device=device)
+        check_floating(name, x)
+        letters, device = letters.split(), x.device
+        if x.ndim == len(letters):
+            for letter, size in zip(letters, x.shape, strict=True):
+                sizes.setdefault(letter, size)
+        expected = [sizes.get(letter, letter) for letter in letters]
+        if list(x.shape) != expected:
+            raise ValueError(
+                f"{name}: expected shape [{', '.join(letters)}] = "
+                f"({', '.join(map(str, expected))}), got {tuple(x.shape)}"
+            )
+    if sizes.get("HV", 0) % max(sizes.get("H", 1), 1) != 0:
+        raise ValueError(
+            f"HV: expected a multiple of H = {sizes['H']} value heads, got HV = {sizes['HV']}"
+        )
+    return sizes
+
+
+def check_chunk_size(chunk_size):
+    """Chunks hold 16, 32 or 64 tokens."""
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size: expected one of {CHUNK_SIZES}, got {chunk_size!r}")
+
+
 def check_state(name, state, shapes: Shapes, q, state_v_first, slots=None):
     """Check a recurrent state: float32 (float64 too when q is float64), one matrix per head."""
     count = shapes.N if slots is None else slots

@@ -17,6 +17,7 @@ from ._common import (
     log_decay,
     on_device_of_first_argument,
 )
+from .checks import check_gate_parameters, check_lower_bound, check_sizes
 from .sequences import chunk_layout
 
 # A step below 2^-160 is a reset: the factor is 0 in float32, and -inf would make later
@@ -127,7 +128,12 @@ def kda_gate_chunk_cumsum(
 
 
 def _launch(g, chunk_size, cu_seqlens, layout, residual, gate=None):
+    check_sizes(g=(g, "B T HV K"))
     B, T, HV, K = g.shape
+    if gate is not None:
+        if gate["lower_bound"] is not None:
+            check_lower_bound(gate["lower_bound"])
+        check_gate_parameters(HV, K, g.device, **gate)
     layout = layout or chunk_layout(B, T, chunk_size, cu_seqlens)
     g = g.contiguous()
     G = torch.empty(g.shape, dtype=torch.float32, device=g.device)

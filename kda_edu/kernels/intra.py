@@ -34,6 +34,7 @@ from ._common import (
     row_strides,
     write_strength,
 )
+from .checks import KERNEL_DTYPES, check_sizes
 from .l2norm import EPS, reciprocal_norm
 from .sequences import chunk_layout
 
@@ -299,6 +300,12 @@ def chunk_kda_scaled_dot_kkt_fwd(
         products of token t with the C tokens of its chunk; entries above the diagonal are 0.
         q_rstd and k_rstd, float32 [B, T, H], are 1 / sqrt(sum x^2 + 1e-6), or None.
     """
+    check_sizes(
+        q=(q, "B T H K", KERNEL_DTYPES),
+        k=(k, "B T H K", (q.dtype,)),
+        G=(G, "B T HV K", (torch.float32,)),
+        beta=(beta, "B T HV"),
+    )
     B, T, H, K = q.shape
     HV = G.shape[2]
     C = chunk_size

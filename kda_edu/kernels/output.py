@@ -24,6 +24,7 @@ from ._common import (
     row_strides,
     tile_budget,
 )
+from .checks import KERNEL_DTYPES, check_sizes
 from .sequences import chunk_layout
 
 
@@ -128,6 +129,13 @@ def chunk_gla_fwd_o_gk(
     Returns:
         o [B, T, HV, V] in v_new's dtype; 0 at tokens that lie in no sequence.
     """
+    check_sizes(
+        q=(q, "B T H K", KERNEL_DTYPES),
+        v_new=(v_new, "B T HV V", (q.dtype,)),
+        G=(G, "B T HV K", (torch.float32,)),
+        A_qk=(A_qk, "B T HV C", (torch.float32,)),
+        h=(h, "rows NT HV V K"),
+    )
     B, T, H, K = q.shape
     HV, V = v_new.shape[2:]
     C = A_qk.shape[-1]

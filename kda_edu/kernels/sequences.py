@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from .checks import check_chunk_size, check_cu_seqlens
+
 
 class ChunkLayout(NamedTuple):
     """Chunks of a call.
@@ -41,9 +43,10 @@ def chunk_layout(B, T, chunk_size, cu_seqlens=None, cu_seqlens_cpu=None) -> Chun
 
     With `cu_seqlens_cpu` the number of chunks is exact; without it, an upper bound.
     """
+    check_chunk_size(chunk_size)
     if cu_seqlens is None:
         return ChunkLayout(None, None, None, B, -(-T // chunk_size), B, True)
-    N = cu_seqlens.numel() - 1
+    N = check_cu_seqlens(cu_seqlens, B, T, cu_seqlens.device, cu_seqlens_cpu)
     covers = cu_seqlens_cpu is not None
     if not covers:
         NT = (T + N * (chunk_size - 1)) // chunk_size

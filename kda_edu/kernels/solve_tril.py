@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ._common import dot_precision, locate_chunk, on_device_of_first_argument
+from .checks import check_sizes
 from .sequences import chunk_layout
 
 
@@ -142,6 +143,7 @@ def solve_tril_kda(A, *, cu_seqlens=None, layout=None, exact=True):
     Returns:
         float32 [B, T, HV, C]; entries above the diagonal are 0.
     """
+    check_sizes(A=(A, "B T HV C", (torch.float32,)))
     B, T, HV, C = A.shape
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     A = A.contiguous()

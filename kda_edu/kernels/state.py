@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ._common import decay_factor, dot_precision, key_tile, on_device_of_first_argument, tile_budget
+from .checks import KERNEL_DTYPES, Shapes, check_sizes, check_state
 from .sequences import chunk_layout
 
 
@@ -148,6 +149,12 @@ def chunk_gated_delta_rule_fwd_h_kda(
         v_new: [B, T, HV, V] in u's dtype.
         final_state: float32, laid out as `initial_state`, or None.
     """
+    check_sizes(
+        kg=(kg, "B T HV K", KERNEL_DTYPES),
+        w=(w, "B T HV K", (kg.dtype,)),
+        u=(u, "B T HV V", (kg.dtype,)),
+        G=(G, "B T HV K", (torch.float32,)),
+    )
     B, T, HV, K = kg.shape
     V, C = u.shape[-1], chunk_size
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
@@ -158,6 +165,8 @@ def chunk_gated_delta_rule_fwd_h_kda(
         sides = (V, K) if state_v_first else (K, V)
         final_state = torch.empty(layout.N, HV, *sides, dtype=torch.float32, device=kg.device)
     if initial_state is not None:
+        shapes = Shapes(B, T, HV, HV, K, V, layout.N)
+        check_state("initial_state", initial_state, shapes, kg, state_v_first)
         initial_state = initial_state.contiguous()
     tile = state_tile(layout.N * HV, K, V, C, kg.dtype)
     if layout.N > 0:

@@ -22,6 +22,7 @@ from ._common import (
     row_strides,
     write_strength,
 )
+from .checks import KERNEL_DTYPES, check_sizes
 from .sequences import chunk_layout
 
 
@@ -139,6 +140,13 @@ def recompute_w_u_fwd(
     Returns:
         (w [B, T, HV, K], u [B, T, HV, V], kg [B, T, HV, K]) in k's dtype.
     """
+    check_sizes(
+        k=(k, "B T H K", KERNEL_DTYPES),
+        v=(v, "B T HV V", (k.dtype,)),
+        beta=(beta, "B T HV"),
+        A_inv=(A_inv, "B T HV C", (torch.float32,)),
+        G=(G, "B T HV K", (torch.float32,)),
+    )
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     C = A_inv.shape[-1]
