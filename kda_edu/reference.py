@@ -323,7 +323,7 @@ def _scan_chunks(q, k, v, g, beta, state, chunk_size):
         lower = torch.tril(beta_c[..., None] * kk, diagonal=-1)
         system = lower + torch.eye(q_c.shape[2], dtype=q.dtype, device=q.device)
         rhs = beta_c[..., None] * (v_c - (from_start * k_c) @ state)
-        delta = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
+        delta = torch.linalg.solve_triangular(system, rhs, upper=False)
 
         outputs.append((from_start * q_c) @ state + qk @ delta)
         state = from_start[:, :, -1, :, None] * state + (to_end * k_c).transpose(-1, -2) @ delta

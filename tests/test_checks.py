@@ -16,23 +16,20 @@ from kda_edu import reference
 from kda_edu.kernels import checks
 from kda_edu.teach.inputs import make_inputs
 
-KERNELS = importlib.util.find_spec("triton") is not None
-if KERNELS:
-    import triton
+ENTRIES = {
+    "reference.recurrent_kda": reference.recurrent_kda,
+    "reference.chunk_kda": reference.chunk_kda,
+}
+KERNELS = {}
+if importlib.util.find_spec("triton") is not None:
+    from triton.runtime.jit import KernelInterface
 
     from kda_edu import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_update
 
-    ENTRIES = {
-        "reference.recurrent_kda": reference.recurrent_kda,
-        "reference.chunk_kda": reference.chunk_kda,
+    KERNELS = {
         "chunk_kda": chunk_kda,
         "fused_recurrent_kda": fused_recurrent_kda,
         "fused_recurrent_kda_update": fused_recurrent_kda_update,
-    }
-else:
-    ENTRIES = {
-        "reference.recurrent_kda": reference.recurrent_kda,
-        "reference.chunk_kda": reference.chunk_kda,
     }
 
 
@@ -46,31 +43,32 @@ def no_launch(monkeypatch):
         raise Launched
 
     if KERNELS:
-        monkeypatch.setattr(triton.runtime.jit.KernelInterface, "__getitem__", refuse)
+        monkeypatch.setattr(KernelInterface, "__getitem__", refuse)
 
 
-def good_call(**sizes):
-    """The arguments of a call that every entry point accepts: float32, HV > H, a state."""
+def good_inputs(**sizes):
+    """float32, HV > H, K != V, a state: every entry point accepts them."""
     return make_inputs(**dict(B=1, T=5, H=2, HV=4, K=16, V=9) | sizes)
 
 
-def arguments(function, x, changes):
-    """Those of `x` that `function` takes, with the changes made; None if it lacks one of these."""
+def arguments(function, change=None):
+    """Those of a good call, changed; None if `function` does not take what is changed."""
     taken = inspect.signature(function).parameters
-    given = {n: value for n, value in x._asdict().items() if n in taken and value is not None}
+    x = good_inputs()
+    call = {n: value for n, value in x._asdict().items() if n in taken}
     if "state_pool" in taken:
-        given["state_pool"] = torch.zeros(7, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3])
-        N = x.q.shape[0]
-        given["slot_indices"] = torch.arange(N)
-    known = all(n in taken or n.startswith("unknown") for n in changes)
-    return given | changes if known else None
-
-
-def pattern(message):
-    return "^" + ".*".join(re.escape(part) for part in message.split("...")) + "$"
+        call |= dict(state_pool=torch.zeros(7, 4, 16, 9), slot_indices=torch.tensor([3]))
+    changes = change(x) if change else {}
+    if changes.get("initial_state", x) is None and "initial_state" not in taken:
+        del changes["initial_state"]
+    return call | changes if changes.keys() <= {*taken, "unknown"} else None
 
 
 # -- the table ---------------------------------------------------------------------------------
+
+
+def given(**changes):
+    return lambda x: changes
 
 
 def put(name, change):
@@ -78,17 +76,19 @@ def put(name, change):
     return lambda x: {name: change(getattr(x, name))}
 
 
-def given(**changes):
-    return lambda x: changes
-
-
 def cu(values, dtype=torch.int32, **more):
+    """Packed sequences, without a state."""
     return lambda x: dict(cu_seqlens=torch.tensor(values, dtype=dtype), initial_state=None) | more
 
 
 def gate(**changes):
-    """A call with the gate inside, right but for the changes."""
+    """The gate inside, right but for the changes."""
     return lambda x: dict(use_gate_in_kernel=True, A_log=torch.zeros(4)) | changes
+
+
+def tokens(**sizes):
+    """q, k, v, g and beta of other sizes."""
+    return lambda x: good_inputs(initial_state=False, **sizes)._asdict()
 
 
 def meta(x):
@@ -96,8 +96,11 @@ def meta(x):
 
 
 ON_META = "expected device cpu (where q is), got meta"
+NOWHERE = torch.zeros(2, dtype=torch.int32, device="meta")
 LONG = torch.int64
+OTHER_LENGTH, OTHER_VALUES = torch.tensor([0, 5]), torch.tensor([0, 3, 5])
 
+# fmt: off
 # (what is wrong, the change to a good call, the type of the error, its message)
 BAD = [
     # types
@@ -156,9 +159,9 @@ BAD = [
     ("beta elsewhere", put("beta", meta), ValueError, f"beta: {ON_META}"),
     ("state elsewhere", put("initial_state", meta), ValueError, f"initial_state: {ON_META}"),
     ("A_log elsewhere", gate(A_log=torch.zeros(4, device="meta")), ValueError, f"A_log: {ON_META}"),
-    ("cu_seqlens elsewhere", given(cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")), ValueError,
+    ("cu_seqlens elsewhere", given(cu_seqlens=NOWHERE), ValueError,
      "cu_seqlens: expected device cpu, got meta"),
-    ("cu_seqlens_cpu elsewhere", cu([0, 5], cu_seqlens_cpu=torch.zeros(2, dtype=torch.int32, device="meta")), ValueError,
+    ("cu_seqlens_cpu elsewhere", cu([0, 5], cu_seqlens_cpu=NOWHERE), ValueError,
      "cu_seqlens_cpu: expected device cpu, got meta"),
     # the state
     ("state a list", put("initial_state", lambda s: [s]), TypeError,
@@ -166,7 +169,7 @@ BAD = [
     ("state transposed", put("initial_state", lambda s: s.transpose(2, 3)), ValueError,
      "initial_state: expected shape (1, 4, 16, 9) = [N, HV, K, V], got (1, 4, 9, 16)"),
     ("state not transposed", given(state_v_first=True), ValueError,
-     "...: expected shape (..., 4, 9, 16) = [N, HV, V, K] (state_v_first=True), " "got (..., 4, 16, 9)"),
+     "...: expected shape (..., 4, 9, 16) = [N, HV, V, K] (...True), got (..., 4, 16, 9)"),
     ("state of one head", put("initial_state", lambda s: s[:, 0]), ValueError,
      "initial_state: expected shape (1, 4, 16, 9) = [N, HV, K, V], got (1, 16, 9)"),
     ("state of key heads", put("initial_state", lambda s: s[:, :2]), ValueError,
@@ -198,13 +201,13 @@ BAD = [
     ("cu_seqlens of two rows", cu([[0, 5]]), ValueError,
      "cu_seqlens: expected shape (N + 1,), got (1, 2)"),
     ("cu_seqlens empty", cu([]), ValueError, "cu_seqlens: expected shape (N + 1,), got (0,)"),
-    ("cu_seqlens with a batch", lambda x: good_call(B=2)._asdict() | cu([0, 5, 10])(x), ValueError,
-     "cu_seqlens: packed sequences need B = 1 (concatenate along T), got B = 2"),
+    ("cu_seqlens with a batch", lambda x: tokens(B=2)(x) | cu([0, 5, 10])(x), ValueError,
+     "cu_seqlens: expected B = 1 (packed ...), got B = 2"),
     ("cu_seqlens_cpu alone", given(cu_seqlens_cpu=torch.tensor([0, 5])), ValueError,
      "cu_seqlens_cpu: expected cu_seqlens beside it, got cu_seqlens=None"),
-    ("cu_seqlens_cpu of other length", cu([0, 2, 5], cu_seqlens_cpu=torch.tensor([0, 5])), ValueError,
+    ("cu_seqlens_cpu of other length", cu([0, 2, 5], cu_seqlens_cpu=OTHER_LENGTH), ValueError,
      "cu_seqlens_cpu: expected the shape of cu_seqlens (3,), got (2,)"),
-    ("cu_seqlens_cpu of other values", cu([0, 2, 5], cu_seqlens_cpu=torch.tensor([0, 3, 5])), ValueError,
+    ("cu_seqlens_cpu of other values", cu([0, 2, 5], cu_seqlens_cpu=OTHER_VALUES), ValueError,
      "cu_seqlens_cpu: expected the values of cu_seqlens [0, 2, 5], got [0, 3, 5]"),
     ("cu_seqlens_cpu wrong", cu([0, 5], cu_seqlens_cpu=torch.tensor([0, 6])), ValueError,
      "cu_seqlens_cpu: expected to end at T = 5, got 6"),
@@ -212,7 +215,7 @@ BAD = [
     ("A_log alone", given(A_log=torch.zeros(4)), ValueError,
      "A_log: expected None ...; got Tensor"),
     ("dt_bias alone", given(dt_bias=torch.zeros(64)), ValueError,
-     "dt_bias: expected None without use_gate_in_kernel=True, where g is already the log " "decay; got Tensor"),
+     "dt_bias: expected None without use_gate_in_kernel=True, ...; got Tensor"),
     ("no A_log", gate(A_log=None), ValueError, "A_log: expected a tensor, since ..., got None"),
     ("A_log a list", gate(A_log=[0.0] * 4), TypeError, "A_log: ... a torch.Tensor, got list"),
     ("A_log int", gate(A_log=torch.zeros(4, dtype=LONG)), TypeError,
@@ -223,7 +226,14 @@ BAD = [
      "dt_bias: expected shape (64,) or (4, 16), got (4,)"),
     ("dt_bias transposed", gate(dt_bias=torch.zeros(16, 4)), ValueError,
      "dt_bias: expected shape (64,) or (4, 16), got (16, 4)"),
-@@STAR@@
+    ("lower_bound 0", gate(lower_bound=0), ValueError,
+     "lower_bound: expected a finite number < 0, got 0"),
+    ("lower_bound positive", gate(lower_bound=1.5), ValueError,
+     "lower_bound: expected a finite number < 0, got 1.5"),
+    ("lower_bound -inf", gate(lower_bound=-math.inf), ValueError,
+     "lower_bound: expected a finite number, got -inf"),
+    ("lower_bound NaN", gate(lower_bound=math.nan), ValueError,
+     "lower_bound: expected a finite number, got nan"),
     ("lower_bound a string", gate(lower_bound="-5"), TypeError,
      "lower_bound: expected a number, got str"),
     ("lower_bound True", gate(lower_bound=True), TypeError,
@@ -261,8 +271,158 @@ BAD = [
 BAD_FOR_KERNELS = [
     ("chunk_size 48", given(chunk_size=48), ValueError,
      "chunk_size: expected one of (16, 32, 64), got 48"),
-    ("257 key channels", lambda x: good_call(K=257)._asdict(), ValueError,
+    ("257 key channels", tokens(K=257), ValueError,
      "q: expected a key dimension K <= 256, got K = 257"),
-    ("float64", lambda x: good_call(dtype=torch.float64)._asdict(), TypeError,
+    ("float64", tokens(dtype=torch.float64), TypeError,
      "q: expected dtype torch.float32, torch.float16, torch.bfloat16, got torch.float64"),
 ]
+# fmt: on
+
+CASES = [
+    pytest.param(function, row, id=f"{name}-{row[0]}")
+    for functions, rows in ((ENTRIES, BAD), (KERNELS, BAD + BAD_FOR_KERNELS))
+    for name, function in functions.items()
+    for row in rows
+    if arguments(function, row[1]) is not None
+]
+
+
+def assert_refused(function, call, row):
+    what, _, error, message = row
+    with pytest.raises((ValueError, TypeError)) as caught:
+        function(**call)
+    said = str(caught.value)
+    assert type(caught.value) is error, said
+    assert re.fullmatch(".*".join(re.escape(part) for part in message.split("...")), said), said
+
+
+@pytest.mark.parametrize("function, row", CASES)
+def test_bad_input_is_refused(function, row):
+    assert_refused(function, arguments(function, row[1]), row)
+
+
+def test_the_table_is_large_and_its_messages_are_whole():
+    assert len({row[0] for row in BAD}) == len(BAD) >= 80
+    for what, _, _, message in BAD + BAD_FOR_KERNELS:
+        if what != "an unknown keyword":
+            assert re.match(r"(\w+|\.\.\.): (expected|\.\.\.) .*\bgot \S", message), message
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_good_call_is_accepted_by_the_reference(name):
+    o, _ = ENTRIES[name](**arguments(ENTRIES[name]))
+    assert o.shape == (1, 5, 4, 9) and o.isfinite().all()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_good_call_comes_as_far_as_a_launch(name):
+    with pytest.raises(Launched):
+        KERNELS[name](**arguments(KERNELS[name]))
+
+
+# -- what is allowed ---------------------------------------------------------------------------
+
+ALLOWED = {
+    "int64 cu_seqlens": cu([0, 0, 2, 5, 5], LONG),
+    "cu_seqlens_cpu of another dtype": cu([0, 2, 5], cu_seqlens_cpu=torch.tensor([0, 2, 5])),
+    "A_log with dimensions of size 1": gate(A_log=torch.zeros(1, 1, 4, 1)),
+    "dt_bias by head": gate(dt_bias=torch.zeros(4, 16)),
+    "dt_bias flat": gate(dt_bias=torch.zeros(64)),
+    "a bound needs no A_log": gate(A_log=None, lower_bound=-5),
+    "safe_gate at its limit": gate(safe_gate=True, lower_bound=-5.0),
+    "safe_gate without a gate": given(safe_gate=True),
+    "scale 0": given(scale=0),
+    "scale negative": given(scale=-1.5),
+    "gate and beta of other dtypes": lambda x: dict(g=x.g.half(), beta=x.beta.double()),
+    "no token": tokens(T=0),
+    "no batch": lambda x: {n: value[:0] for n, value in x._asdict().items() if value is not None},
+    "256 key channels": tokens(K=256),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed_is_accepted(name):
+    shapes = checks.check_kda(**arguments(checks.check_kda, ALLOWED[name]))
+    assert shapes[2:4] == (2, 4)
+
+
+def test_no_sequence_at_all():
+    call = arguments(checks.check_kda, tokens(T=0)) | dict(cu_seqlens=torch.tensor([0]))
+    assert checks.check_kda(**call).N == 0
+
+
+def test_the_state_may_be_as_wide_as_q():
+    call = arguments(checks.check_kda, lambda x: x.double()._asdict())
+    assert checks.check_kda(**call, dtypes=checks.REFERENCE_DTYPES).N == 1
+
+
+def test_nothing_on_a_device_is_read():
+    """A meta tensor has no values: it stands for one on a GPU, which must not be waited for."""
+    x = good_inputs(cu_seqlens=[0, 2, 5]).to("meta")
+    parameters = dict(A_log=NOWHERE.new_zeros(4).float(), use_gate_in_kernel=True)
+    copy = torch.tensor([0, 2, 5])
+    for more in ({}, dict(cu_seqlens_cpu=copy)):
+        assert checks.check_kda(**x._asdict(), **parameters, **more).N == 2
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: expected to end at T = 5, got 6"):
+        checks.check_kda(**x._asdict(), cu_seqlens_cpu=torch.tensor([0, 2, 6]))
+
+
+# -- the other functions of the reference ------------------------------------------------------
+
+
+def special(function, **changes):
+    """A call of one of the special cases, changed."""
+    call = good_inputs()._asdict()
+    if function is reference.gated_delta_net:
+        call["g"] = call["g"][..., 0]
+    taken = inspect.signature(function).parameters
+    return {n: value for n, value in call.items() if n in taken} | changes
+
+
+SPECIAL = [reference.linear_attention, reference.delta_net, reference.gated_delta_net]
+
+
+@pytest.mark.parametrize("function", SPECIAL)
+def test_special_cases_refuse_bad_input(function):
+    x = good_inputs()
+    rows = [
+        (dict(q=x.q.tolist()), TypeError, "q: expected a torch.Tensor, got list"),
+        (dict(q=x.q[0]), ValueError, "q: expected shape [B, T, H, K] ..., got (5, 2, 16)"),
+        (dict(k=x.k[..., :8]), ValueError, "k: expected shape (1, 5, 2, 16), got (1, 5, 2, 8)"),
+        (dict(v=None), TypeError, "v: expected a torch.Tensor, got NoneType"),
+        (dict(v=x.v[:, :, 0]), ValueError, "v: expected shape [B, T, HV, V] ..., got (1, 5, 9)"),
+        (dict(scale="1"), TypeError, "scale: expected a number, got str"),
+        (dict(unknown=1), TypeError, "...unexpected keyword argument 'unknown'"),
+    ]
+    for changes, error, message in rows:
+        assert_refused(function, special(function, **changes), (None, None, error, message))
+
+
+OTHERS = [
+    (reference.delta_net, special(reference.delta_net, use_gate_in_kernel=True), ValueError,
+     "use_gate_in_kernel: expected False, since DeltaNet has no gate, got True"),
+    (reference.gated_delta_net, special(reference.gated_delta_net, g=good_inputs().g), ValueError,
+     "g: expected shape (1, 5, 4), got (1, 5, 4, 16)"),
+    (reference.linear_attention, special(reference.linear_attention, g=good_inputs().beta),
+     ValueError, "g: expected shape (1, 5, 4, 16), got (1, 5, 4)"),
+    (reference.l2norm, dict(x=[1.0]), TypeError, "x: expected a torch.Tensor, got list"),
+    (reference.l2norm, dict(x=torch.ones(2, dtype=LONG)), TypeError,
+     "x: expected a floating-point dtype, got torch.int64"),
+    (reference.kda_gate, dict(x=torch.ones(4)), ValueError,
+     "x: expected shape [..., HV, K], HV and K at least 1, got (4,)"),
+    (reference.kda_gate, dict(x=torch.ones(2, 3)), ValueError,
+     "A_log: expected a tensor, since no lower_bound is given, got None"),
+    (reference.kda_gate, dict(x=torch.ones(2, 3), lower_bound=0.5), ValueError,
+     "lower_bound: expected a finite number < 0, got 0.5"),
+    (reference.kda_gate, dict(x=torch.ones(2, 3), lower_bound=-5.0, beta=0), ValueError,
+     "beta: expected a finite number > 0, got 0"),
+    (reference.kda_gate, dict(x=torch.ones(2, 3), lower_bound=-5.0, threshold=-1), ValueError,
+     "threshold: expected a number >= 0, got -1"),
+    (reference.kda_gate, dict(x=torch.ones(2, 3), lower_bound=-5.0, threshold="20"), TypeError,
+     "threshold: expected a number, got str"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, call, error, message", OTHERS)
+def test_the_rest_of_the_reference_refuses_bad_input(function, call, error, message):
+    assert_refused(function, call, (None, None, error, message))

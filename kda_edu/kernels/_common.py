@@ -137,13 +137,23 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 @triton.jit
+def accurate_exp(x):
+    """e^x to 2^-22 for any x <= 0. exp2(x / ln 2) alone loses as many bits as x / ln 2 has digits
+    before the point; the fused multiply-add recovers what the product rounded away.
+    """
+    t = x * 1.4426950408889634
+    lost = tl.fma(x, tl.full(x.shape, 1.4426950408889634, tl.float32), -t)
+    return tl.exp2(t) * (1.0 + lost * 0.6931471805599453)
+
+
+@triton.jit
 def softplus(x, beta, threshold):
     """log(1 + exp(beta x)) / beta, and x once beta x > threshold; accurate in both tails.
 
     log(1 + e) loses everything below e = 6e-8. Dividing by the rounded (1 + e) - 1 repairs it.
     """
     y = beta * x
-    e = tl.exp(-tl.abs(y))
+    e = accurate_exp(-tl.abs(y))
     u = 1.0 + e
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(y > threshold, x, (tl.maximum(y, 0.0) + log1p) / beta)

@@ -182,7 +182,7 @@ def check_cu_seqlens(cu_seqlens, B, T, device, cu_seqlens_cpu=None) -> int:
     """
     if B != 1:
         raise ValueError(
-            f"cu_seqlens: packed sequences need B = 1 (concatenate along T), got B = {B}"
+            f"cu_seqlens: expected B = 1 (packed sequences lie end to end along T), got B = {B}"
         )
     for name, cu, place in (
         ("cu_seqlens", cu_seqlens, device),

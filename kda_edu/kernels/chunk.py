@@ -178,7 +178,7 @@ def chunk_kda_fwd(
         **beta_options,
         **gate,
     )
-    A_inv = solve_tril_kda(A_kk, layout=layout, exact=q.dtype == torch.float32)
+    A_inv = solve_tril_kda(A_kk, layout=layout, output_dtype=k.dtype)
     w, u, kg = recompute_w_u_fwd(k, v, beta, A_inv, G, k_rstd=k_rstd, **beta_options, **gate)
     h, v_new, final_state = chunk_gated_delta_rule_fwd_h_kda(
         kg,

@@ -243,7 +243,8 @@ def scores_in_block_kernel(
             if RESIDUAL:
                 b_r_res = tl.load(p_residual + o_r[:, None] * stride_G, mask=m_rk, other=0.0)
             b_d = load_gate_from(p_G, p_residual, o_i, b_r, b_r_res, stride_G, m_ik, RESIDUAL)
-            b_decay = tl.exp2(-tl.abs(b_d))
+            m_row = (m_i & (side % 2 == 1))[:, None]  # rows decay from the reference, columns to it
+            b_decay = tl.exp2(tl.where(m_row, b_d, -b_d))
             b_kd = b_k * b_decay  # rows of the lower halves, columns of the upper ones
             b_kj = tl.trans(b_kd)
             m_square = (pair[:, None] == pair[None, :]) & (side[:, None] > side[None, :])

@@ -11,14 +11,14 @@ Substitution is exact where entries are small integers and needs no powers of A_
 grow like binomial coefficients when keys are alike. All tiles are 16 x 16, so that one warp holds
 them and never waits for another.
 
-Grid: chunks x value heads. Reads 4 C, writes 4 C bytes per token and head (float32).
+Grid: chunks x value heads. Reads 4 C (float32), writes 2 C (bf16) bytes per token and head.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ._common import dot_precision, locate_chunk, on_device_of_first_argument
+from ._common import locate_chunk, on_device_of_first_argument
 from .checks import check_sizes
 from .sequences import chunk_layout
 
@@ -57,7 +57,7 @@ def load_block(p, i: tl.constexpr, j: tl.constexpr, o_r, stride, count, BC: tl.c
 @triton.jit
 def store_block(p, i: tl.constexpr, j: tl.constexpr, b_Y, o_r, stride, count, BC: tl.constexpr):
     m = (i * BC + o_r < count)[:, None]
-    tl.store(p + i * BC * stride + j * BC, b_Y, mask=m)
+    tl.store(p + i * BC * stride + j * BC, b_Y.to(p.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -131,23 +131,23 @@ def solve_tril_kda_kernel(
 
 
 @on_device_of_first_argument
-def solve_tril_kda(A, *, cu_seqlens=None, layout=None, exact=True):
+def solve_tril_kda(A, *, cu_seqlens=None, layout=None, output_dtype=torch.float32):
     """(I + A)^-1 of every chunk.
 
     Args:
         A: float32 [B, T, HV, C], strictly lower triangular per chunk, as `A_kk`; C is 16, 32 or
             64. Entries on and above the diagonal are not read.
-        exact: merge blocks with float32 products, else with tf32 ones.
+        output_dtype: of the inverse. Blocks are merged with IEEE products for float32, else tf32.
         cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
-        float32 [B, T, HV, C]; entries above the diagonal are 0.
+        [B, T, HV, C] in `output_dtype`; entries above the diagonal are 0.
     """
     check_sizes(A=(A, "B T HV C", (torch.float32,)))
     B, T, HV, C = A.shape
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     A = A.contiguous()
-    A_inv = torch.empty_like(A)
+    A_inv = torch.empty(A.shape, dtype=output_dtype, device=A.device)
     if A.numel() > 0:
         solve_tril_kda_kernel[(layout.programs(HV),)](
             A,
@@ -159,7 +159,7 @@ def solve_tril_kda(A, *, cu_seqlens=None, layout=None, exact=True):
             C=C,
             BC=16,
             PACKED=layout.chunks is not None,
-            P=dot_precision(torch.float32 if exact else torch.bfloat16),
+            P="ieee" if output_dtype == torch.float32 else "tf32",
             num_warps=1,
             num_stages=1,
         )

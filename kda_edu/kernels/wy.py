@@ -4,9 +4,9 @@
     w  = A_inv Diag(beta) 2^G k      what they owe to the incoming state: v' = u - w S
     kg = 2^(G_last - G) k            keys decayed to the end of the chunk
 
-Grid: chunks x value heads. Reads 4 C (A_inv) + 2 (K + V) + 4 K (G), writes 2 (2 K + V) bytes per
-token and head (bf16). beta goes into A_inv, and 16-bit inputs are multiplied in tf32: v is then
-never rounded, and u and w once, when they are stored.
+Grid: chunks x value heads. Reads 2 C (A_inv) + 2 (K + V) + 4 K (G), writes 4 K + 4 V bytes per
+token and head (bf16; u is float32). 16-bit inputs are multiplied in tf32 and u is stored in
+float32, so that v' is rounded once, in the state scan, and beta v never.
 """
 
 import torch
@@ -74,6 +74,7 @@ def recompute_w_u_fwd_kernel(
 
     o_a = head * C + o_t[:, None] * (HV * C) + o_t[None, :]
     b_A = tl.load(A_inv + o_a, mask=m_t[:, None] & m_t[None, :], other=0.0)  # [C, C]
+    b_A = b_A.to(tl.float32)
     b_beta = tl.load(beta + (start + o_t) * HV + i_h, mask=m_t, other=0.0).to(tl.float32)
     b_A *= write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)[None, :]
 
@@ -84,7 +85,7 @@ def recompute_w_u_fwd_kernel(
         b_v = tl.load(v + o_t[:, None] * stride_v + o_v[None, :], mask=m_tv, other=0.0)  # [C, BV]
         b_u = tl.dot(b_A, b_v.to(tl.float32), input_precision=PRECISION)
         o_u = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
-        tl.store(u + o_u, b_u.to(u.dtype.element_ty), mask=m_tv)
+        tl.store(u + o_u, b_u, mask=m_tv)
 
     i_hk = i_h // (HV // H)
     k += start * stride_k + i_hk * stride_kh
@@ -132,19 +133,19 @@ def recompute_w_u_fwd(
 
     Args:
         k: [B, T, H, K]; v: [B, T, HV, V]; beta: [B, T, HV] (logits with `use_beta_sigmoid`).
-        A_inv: from `solve_tril_kda`, float32 [B, T, HV, C].
+        A_inv: from `solve_tril_kda`, [B, T, HV, C].
         G, G_residual: from `chunk_local_cumsum`.
         k_rstd: from `chunk_kda_scaled_dot_kkt_fwd`, multiplies k.
         cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
-        (w [B, T, HV, K], u [B, T, HV, V], kg [B, T, HV, K]) in k's dtype.
+        (w [B, T, HV, K], u [B, T, HV, V], kg [B, T, HV, K]); w and kg in k's dtype, u float32.
     """
     check_sizes(
         k=(k, "B T H K", KERNEL_DTYPES),
         v=(v, "B T HV V", (k.dtype,)),
         beta=(beta, "B T HV"),
-        A_inv=(A_inv, "B T HV C", (torch.float32,)),
+        A_inv=(A_inv, "B T HV C"),
         G=(G, "B T HV K", (torch.float32,)),
     )
     B, T, H, K = k.shape
@@ -153,7 +154,7 @@ def recompute_w_u_fwd(
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     k, v, beta = as_rows(k), as_rows(v), beta.contiguous()
     w = torch.empty(B, T, HV, K, dtype=k.dtype, device=k.device)
-    u = torch.empty(B, T, HV, V, dtype=k.dtype, device=k.device)
+    u = torch.empty(B, T, HV, V, dtype=torch.float32, device=k.device)
     kg = torch.empty_like(w)
     if w.numel() > 0:
         recompute_w_u_fwd_kernel[(layout.programs(HV),)](

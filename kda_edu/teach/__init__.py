@@ -6,7 +6,9 @@ by the first function that draws or shows.
 
 from . import records
 from .check import BUDGETS, CheckFailed, budget_for, check, max_error, rms_error
+from .compiled import instructions, ptx
 from .device import setup
+from .earlier import from_chapter
 from .exercises import check_exercise, exercise, solution, stub
 from .figures import (
     animate_states,
@@ -37,9 +39,12 @@ __all__ = [
     "exercise",
     "figure",
     "filmstrip",
+    "from_chapter",
     "heatmaps",
+    "instructions",
     "make_inputs",
     "max_error",
+    "ptx",
     "records",
     "rms_error",
     "setup",

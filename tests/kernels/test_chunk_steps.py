@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from cases import assert_same
+from chunk_cases import Spans
 
 from kda_edu import kda_gate_fwd, reference
 from kda_edu.kernels import (
@@ -29,23 +30,6 @@ CHUNKS = (16, 32, 64)
 LAYOUTS = pytest.mark.parametrize("C, packed", [(16, False), (16, True), (32, True), (64, False)])
 fp32, bf16 = torch.float32, torch.bfloat16
 INF = float("inf")
-
-
-class Spans(list):
-    """(batch, sequence, first token, end) of every chunk of a [B, T] batch, or a packed one."""
-
-    def __init__(self, B, T, C, lengths=None):
-        self.C, self.lengths = C, lengths
-        starts = [0, *itertools.accumulate(lengths or ())]
-        rows = [(b, b, 0, T) for b in range(B)]
-        if lengths is not None:
-            rows = [(0, n, starts[n], starts[n + 1]) for n in range(len(lengths))]
-        for b, n, start, end in rows:
-            self.extend((b, n, s, min(s + C, end)) for s in range(start, end, C))
-        self.cu = torch.tensor(starts) if lengths is not None else None
-
-    def options(self, device):
-        return dict(cu_seqlens=None if self.cu is None else self.cu.to(device))
 
 
 LENGTHS = (0, 1, 0, 0, 35, 18, 0)
@@ -469,7 +453,7 @@ def test_state_scan(C, packed, state_v_first, device):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_state_scan_from_nothing(packed, device):
-    """No initial state means zeros, an empty sequence keeps its own, and none is written unasked."""
+    """No initial state means zeros; an empty sequence keeps its own; none is written unasked."""
     kg, w, u, G, state, spans = scan_inputs(32, packed, device)
     arguments = (kg, w, u, G.float().to(device), 32)
     options = spans.options(device)

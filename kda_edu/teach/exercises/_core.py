@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import linecache
 import pkgutil
 import sys
 import textwrap
@@ -66,9 +67,14 @@ class Exercise:
         return source
 
     def build(self, source):
-        """The function that a source defines, with the names of the exercise's file around it."""
+        """The function that a source defines, with the names of the exercise's file around it.
+
+        Its lines are findable, for tracebacks and for a Triton kernel inside it.
+        """
         namespace = dict(vars(sys.modules[self.solution.__module__]))
-        exec(compile(source, f"<{self.name}>", "exec"), namespace)
+        file = f"<{self.name} {hash(source)}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        exec(compile(source, file, "exec"), namespace)
         return namespace[self.function]
 
 

@@ -1,0 +1,180 @@
+"""Every Triton kernel of a chapter compiles for two GPUs, as it stands in the chapter's cells.
+
+The chapters run in the interpreter here, which accepts what the compiler refuses. To add a chapter,
+add an entry to CASES: kernel name -> a function that launches it once, on small CPU tensors.
+Nothing is run. A kernel of a listed chapter without a case fails; so does a chapter that is not
+listed.
+"""
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import jupytext
+import pytest
+import torch
+import triton
+from harness import CHIPS, check_limits, compiled_kernels
+from triton.compiler.errors import CompilationError
+
+CHAPTERS = Path(__file__).resolve().parents[2] / "chapters"
+MAX_STACK = 64  # bytes per thread that a teaching kernel may spill
+KEPT_CALLS = ("tl.constexpr", "constexpr")
+
+
+# -- from a chapter to its kernels -----------------------------------------------------------------
+
+
+def cells_of(chapter):
+    """The sources of the code cells of chapters/<chapter>.md."""
+    cells = jupytext.read(CHAPTERS / f"{chapter}.md").cells
+    return [cell.source for cell in cells if cell.cell_type == "code"]
+
+
+def kernel_source(cells):
+    """A module with what kernels need: imports, constants for kernels, `@triton.jit` functions."""
+    kept = ["import triton", "import triton.language as tl"]
+    for source in cells:
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            if _belongs_to_kernels(node):
+                kept.append("\n".join(lines[_first_line(node) - 1 : node.end_lineno]))
+    return "\n\n\n".join(kept) + "\n"
+
+
+def _belongs_to_kernels(node):
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(node, ast.FunctionDef):
+        return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    is_constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    return is_constant and ast.unparse(node.value.func) in KEPT_CALLS
+
+
+def _first_line(node):
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def kernels_in(module):
+    """Name -> kernel, for what a module launches: not the functions that its kernels call."""
+    found = {n: x for n, x in vars(module).items() if isinstance(x, triton.runtime.JITFunction)}
+    here = {n: x for n, x in found.items() if x.fn.__module__ == module.__name__}
+    called = {
+        node.func.id
+        for kernel in here.values()
+        for node in ast.walk(kernel.parse())
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    return {name: kernel for name, kernel in here.items() if name not in called}
+
+
+def load(name, source, folder):
+    """The module with this source; Triton reads a kernel's text from its file."""
+    path = Path(folder) / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory):
+    """A function: chapter -> its kernels by name."""
+    folder = tmp_path_factory.mktemp("chapters")
+
+    @cache
+    def of(chapter):
+        return kernels_in(load(chapter, kernel_source(cells_of(chapter)), folder))
+
+    return of
+
+
+# -- the cases -------------------------------------------------------------------------------------
+
+
+def f32(*shape):
+    """Float32 zeros; no kernel runs, so the numbers do not matter."""
+    return torch.zeros(*shape)
+
+
+def recurrent_arguments(H=2, HV=4, K=12, V=20):
+    """q, k, v, g, beta, initial state, o, final state."""
+    rows, heads = f32(2, 5, H, K), f32(2, 5, HV, V)
+    state = f32(2, HV, K, V)
+    return rows, rows, heads, f32(2, 5, HV, K), f32(2, 5, HV), state, heads, state
+
+
+CASES = {}
+
+
+ALL = [(chapter, kernel) for chapter, cases in CASES.items() for kernel in cases]
+
+
+@pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("chapter, kernel", ALL)
+def test_compiles_within_the_chip(kernels, chapter, kernel, chip):
+    launch = CASES[chapter][kernel]
+    compiled = compiled_kernels(CHIPS[chip], lambda: launch(kernels(chapter)[kernel]))
+    assert kernel in [found.kernel for found in compiled]
+    check_limits(compiled, CHIPS[chip], MAX_STACK)
+
+
+# -- nothing is left out ---------------------------------------------------------------------------
+
+
+def chapters_with_kernels():
+    """The chapters that define a kernel in a cell."""
+    for path in sorted(CHAPTERS.glob("ch*.md")):
+        if "@triton.jit" in "\n".join(cells_of(path.stem)):
+            yield path.stem
+
+
+def test_every_chapter_with_kernels_is_listed():
+    assert set(CASES) == set(chapters_with_kernels())
+
+
+@pytest.mark.parametrize("chapter", CASES)
+def test_every_kernel_of_a_chapter_has_a_case(kernels, chapter):
+    assert set(CASES[chapter]) == set(kernels(chapter))
+
+
+# -- the extractor and the compiler do their work ---------------------------------------------------
+
+SAMPLE = '''
+@triton.jit
+def double(x):
+    """Called by a kernel, launched by nobody."""
+    return FACTOR * x
+
+
+@triton.jit
+def double_kernel(x, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(x + o, double(tl.load(x + o)))
+'''
+
+
+def test_the_extractor_keeps_what_a_kernel_needs_and_nothing_else(tmp_path):
+    cells = ["import math\nfigures = 1 / 0", "FACTOR = tl.constexpr(2.0)\nprint(later)", SAMPLE]
+    module = load("sample", kernel_source(cells), tmp_path)
+    assert list(kernels_in(module)) == ["double_kernel"]
+    compiled = compiled_kernels(CHIPS["sm_90"], lambda: module.double_kernel[(1,)](f32(16), N=16))
+    assert [found.kernel for found in compiled] == ["double_kernel"]
+
+
+REFUSED = {
+    "a break": "for i in range(N):\n        if i > 3:\n            break",
+    "a tile side that is no power of two": "o = tl.arange(0, 12)",
+    "a type that changes in a loop": "b = 0\n    for i in range(N):\n        b = b * 0.5",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_only_the_interpreter_accepts_is_refused(what, tmp_path):
+    source = f"@triton.jit\ndef bad_kernel(x, N):\n    {REFUSED[what]}\n    tl.store(x, 0.0)\n"
+    kernel = load("refused", kernel_source([source]), tmp_path).bad_kernel
+    with pytest.raises((CompilationError, ValueError)):
+        compiled_kernels(CHIPS["sm_90"], lambda: kernel[(1,)](f32(16), N=8))
