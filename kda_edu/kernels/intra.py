@@ -234,14 +234,12 @@ def scores_in_block_kernel(
         b_k, _ = load_rows(p_k, o_i, stride_k, m_ik, eps, False)  # [BC, BK]
         for level in tl.static_range(4):
             pair, side = o_i >> (4 - level), o_i >> (3 - level)
-            o_r = (2 * pair + 1) << (
-                3 - level
-            )  # first row of the lower half of each pair of squares
-            m_rk = (o_r < count)[:, None] & m_k
-            b_r = tl.load(p_G + o_r[:, None] * stride_G, mask=m_rk, other=0.0)  # [BC, BK]
+            # reference: the first row of the lower half of each pair of squares
+            o_r = tl.minimum((2 * pair + 1) << (3 - level), count - 1)
+            b_r = tl.load(p_G + o_r[:, None] * stride_G, mask=m_k, other=0.0)  # [BC, BK]
             b_r_res = b_r
             if RESIDUAL:
-                b_r_res = tl.load(p_residual + o_r[:, None] * stride_G, mask=m_rk, other=0.0)
+                b_r_res = tl.load(p_residual + o_r[:, None] * stride_G, mask=m_k, other=0.0)
             b_d = load_gate_from(p_G, p_residual, o_i, b_r, b_r_res, stride_G, m_ik, RESIDUAL)
             m_row = (m_i & (side % 2 == 1))[:, None]  # rows decay from the reference, columns to it
             b_decay = tl.exp2(tl.where(m_row, b_d, -b_d))

@@ -11,7 +11,7 @@ operand of both products, which tensor cores read from registers, and no accumul
 transposed (Triton in [3.4, 3.7.1) miscompiles such products on Hopper).
 
 Grid: (tiles of V) x sequences x value heads. Reads per token and head, in bf16: 2 K (w) + 2 K (kg)
-+ 4 V (u), of which w and kg once per tile of V (from L2). Writes 2 V (v') + 2 K V / C (the state
++ 2 V (u), of which w and kg once per tile of V (from L2). Writes 2 V (v') + 2 K V / C (the state
 before each chunk).
 """
 
@@ -93,7 +93,7 @@ def chunk_gated_delta_rule_fwd_h_kda_kernel(
         m_vt = m_v[:, None] & m_t[None, :]
         p_w = w + o_tk[None, :] + o_k[:, None]
         b_w = tl.load(p_w, mask=m_k[:, None] & m_t[None, :], other=0.0)  # [BK, C]: w transposed
-        b_v = tl.load(u + o_vt, mask=m_vt, other=0.0)  # [BV, C]: u transposed
+        b_v = tl.load(u + o_vt, mask=m_vt, other=0.0).to(tl.float32)  # [BV, C]: u transposed
         b_v -= tl.dot(b_operand, b_w.to(b_operand.dtype), input_precision=PRECISION)
         tl.store(v_new + o_vt, b_v.to(v_new.dtype.element_ty), mask=m_vt)
 
@@ -138,7 +138,7 @@ def chunk_gated_delta_rule_fwd_h_kda(
     """The state before each chunk, the corrected values, and the final state.
 
     Args:
-        kg, w: [B, T, HV, K]; u: float32 [B, T, HV, V]; from `recompute_w_u_fwd`.
+        kg, w: [B, T, HV, K]; u: [B, T, HV, V]; from `recompute_w_u_fwd`.
         G, G_residual: from `chunk_local_cumsum`.
         initial_state: float32 [N, HV, K, V] ([N, HV, V, K] with `state_v_first`), or None: zeros.
         cu_seqlens, layout: as in `chunk_local_cumsum`.
@@ -146,20 +146,20 @@ def chunk_gated_delta_rule_fwd_h_kda(
     Returns:
         h: the states before each chunk, transposed: [rows, NT, HV, V, K] in `state_dtype`. Rows
             of a packed batch: 1, its chunks one sequence after the other.
-        v_new: [B, T, HV, V] in kg's dtype.
+        v_new: [B, T, HV, V] in u's dtype.
         final_state: float32, laid out as `initial_state`, or None.
     """
     check_sizes(
         kg=(kg, "B T HV K", KERNEL_DTYPES),
         w=(w, "B T HV K", (kg.dtype,)),
-        u=(u, "B T HV V", (torch.float32,)),
+        u=(u, "B T HV V", (kg.dtype,)),
         G=(G, "B T HV K", (torch.float32,)),
     )
     B, T, HV, K = kg.shape
     V, C = u.shape[-1], chunk_size
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     h = torch.empty(layout.rows, layout.NT, HV, V, K, dtype=state_dtype(kg.dtype), device=kg.device)
-    v_new = torch.empty(u.shape, dtype=kg.dtype, device=u.device)
+    v_new = torch.empty_like(u)
     final_state = None
     if output_final_state:
         sides = (V, K) if state_v_first else (K, V)
@@ -211,7 +211,7 @@ def state_tile(chains, K, V, C, dtype) -> dict:
     BV = min(wide, max(16, triton.next_power_of_2(V)))
     num_warps = 8 if dtype == torch.float32 and BK == 256 else 4
     itemsize = 2 if dtype == torch.bfloat16 else 4
-    stage = 2 * C * BK * itemsize + BV * C * 4
+    stage = (2 * C * BK + BV * C) * itemsize
     return dict(
         BK=BK, BV=BV, num_warps=num_warps, num_stages=max(1, min(3, tile_budget() // stage))
     )

@@ -4,9 +4,9 @@
     w  = A_inv Diag(beta) 2^G k      what they owe to the incoming state: v' = u - w S
     kg = 2^(G_last - G) k            keys decayed to the end of the chunk
 
-Grid: chunks x value heads. Reads 2 C (A_inv) + 2 (K + V) + 4 K (G), writes 4 K + 4 V bytes per
-token and head (bf16; u is float32). 16-bit inputs are multiplied in tf32 and u is stored in
-float32, so that v' is rounded once, in the state scan, and beta v never.
+Grid: chunks x value heads. Reads 2 C (A_inv) + 2 (K + V) + 4 K (G), writes 2 (2 K + V) bytes per
+token and head (bf16). 16-bit inputs are multiplied in tf32: beta v and beta 2^G k are never
+rounded, and u and w once, when they are stored.
 """
 
 import torch
@@ -85,7 +85,7 @@ def recompute_w_u_fwd_kernel(
         b_v = tl.load(v + o_t[:, None] * stride_v + o_v[None, :], mask=m_tv, other=0.0)  # [C, BV]
         b_u = tl.dot(b_A, b_v.to(tl.float32), input_precision=PRECISION)
         o_u = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
-        tl.store(u + o_u, b_u, mask=m_tv)
+        tl.store(u + o_u, b_u.to(u.dtype.element_ty), mask=m_tv)
 
     i_hk = i_h // (HV // H)
     k += start * stride_k + i_hk * stride_kh
@@ -139,7 +139,7 @@ def recompute_w_u_fwd(
         cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
-        (w [B, T, HV, K], u [B, T, HV, V], kg [B, T, HV, K]); w and kg in k's dtype, u float32.
+        (w [B, T, HV, K], u [B, T, HV, V], kg [B, T, HV, K]) in k's dtype.
     """
     check_sizes(
         k=(k, "B T H K", KERNEL_DTYPES),
@@ -154,7 +154,7 @@ def recompute_w_u_fwd(
     layout = layout or chunk_layout(B, T, C, cu_seqlens)
     k, v, beta = as_rows(k), as_rows(v), beta.contiguous()
     w = torch.empty(B, T, HV, K, dtype=k.dtype, device=k.device)
-    u = torch.empty(B, T, HV, V, dtype=torch.float32, device=k.device)
+    u = torch.empty(B, T, HV, V, dtype=k.dtype, device=k.device)
     kg = torch.empty_like(w)
     if w.numel() > 0:
         recompute_w_u_fwd_kernel[(layout.programs(HV),)](

@@ -100,14 +100,37 @@ def f32(*shape):
     return torch.zeros(*shape)
 
 
-def recurrent_arguments(H=2, HV=4, K=12, V=20):
-    """q, k, v, g, beta, initial state, o, final state."""
-    rows, heads = f32(2, 5, H, K), f32(2, 5, HV, V)
-    state = f32(2, HV, K, V)
-    return rows, rows, heads, f32(2, 5, HV, K), f32(2, 5, HV), state, heads, state
+def one_head(K=12, V=20):
+    """q, k, v, beta, o, T, scale."""
+    return f32(5, K), f32(5, K), f32(5, V), f32(5), f32(5, V), 5, 0.3
 
 
-CASES = {}
+def recurrent(kernel):
+    """In float32 and in bfloat16, for a few tokens and for one."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for T in (1, 5):
+            q, v = (torch.zeros(2, T, n, dtype=dtype) for n in (2 * 12, 4 * 20))
+            g, beta, state = f32(2, T, 4 * 12), f32(2, T, 4), f32(2, 4, 12, 20)
+            sizes = dict(H=2, HV=4, K=12, V=20, BK=16, BV=8)
+            kernel[(3, 4, 2)](q, q, v, g, beta, state, v, state, T, 0.3, **sizes)
+
+
+CASES = {
+    "ch04_recurrent_kernel": {
+        "copy_row_kernel": lambda kernel: kernel[(1,)](f32(16), f32(16), K=16),
+        "copy_rows_kernel": lambda kernel: kernel[(5,)](f32(5, 16), f32(5, 16), K=16),
+        "careless_kernel": lambda kernel: kernel[(5,)](f32(72), f32(5, 16), 12, BK=16),
+        "add_rows_kernel": lambda kernel: kernel[(5,)](*3 * [f32(5, 12)], 12, BK=16),
+        "read_state_kernel": lambda kernel: kernel[(3,)](
+            f32(12, 20), f32(12), f32(20), 12, 20, BK=16, BV=8
+        ),
+        "delta_rule_kernel": lambda kernel: kernel[(1,)](*one_head(), K=12, V=20, BK=16, BV=32),
+        "delta_rule_grid_kernel": lambda kernel: kernel[(2, 2, 2)](
+            *one_head(), H=2, K=12, V=20, BK=16, BV=16
+        ),
+        "recurrent_kda_kernel": recurrent,
+    },
+}
 
 
 ALL = [(chapter, kernel) for chapter, cases in CASES.items() for kernel in cases]
@@ -141,7 +164,7 @@ def test_every_kernel_of_a_chapter_has_a_case(kernels, chapter):
     assert set(CASES[chapter]) == set(kernels(chapter))
 
 
-# -- the extractor and the compiler do their work ---------------------------------------------------
+# -- the extractor and the compiler do their work --------------------------------------------------
 
 SAMPLE = '''
 @triton.jit

@@ -140,16 +140,20 @@ def test_packed(cu, D, mask_p, safe, chunk):
         compare(got, want, f"{kernel.__name__} cu {cu.tolist()} D{D}")
 
 
-@pytest.mark.parametrize("kernel", [chunk_kda, fused_recurrent_kda])
-def test_flash_kda_backend(kernel):
-    """The case of fla's backend test: all in the kernel, A_log = log U(1, 16); .006 halved."""
+@pytest.mark.parametrize("kernel, limit", [(chunk_kda, 6e-3), (fused_recurrent_kda, 3e-3)])
+def test_flash_kda_backend(kernel, limit):
+    """The inputs of fla's test of its FlashKDA backend: all in the kernel, A_log = log U(1, 16).
+
+    That test is not one of fla's own kernels, and its limit of .006 stands for chunk_kda, which
+    like that backend rounds states and corrected values to bfloat16 before each product.
+    """
     torch.manual_seed(42)
     tensors, options = raw_inputs(torch.randn(1, 2048, 2, 128))
     want = oracle(tensors, options)
     got = kernel(*tensors, **options, output_final_state=True)
     errors = [rms_error(a, b) for a, b in zip(got, want, strict=True)]
     print(f"{kernel.__name__}: o {errors[0]:.2e}, state {errors[1]:.2e}")
-    assert max(errors) < 6e-3 / 2, errors
+    assert max(errors) < limit, errors
 
 
 @pytest.mark.parametrize("kernel, limit", [(chunk_kda, 5e-3), (fused_recurrent_kda, 2.5e-3)])

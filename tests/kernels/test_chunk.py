@@ -49,7 +49,11 @@ def test_options(case, device):
     want = oracle(x, **options)
     if x.cu_seqlens is not None and case["known"]:
         options["cu_seqlens_cpu"] = x.cu_seqlens.cpu()
-    assert_right(run(x, **options, chunk_size=case["chunk_size"]), want)
+    # With keys that nearly coincide, errors of w and u cancel less: the formulas of a chunk in
+    # PyTorch, with w, u, kg and v' rounded to bfloat16, err by 1.2e-2 in the state.
+    hard = case["l2norm"] and case["dtype"] == bf16
+    got = run(x, **options, chunk_size=case["chunk_size"])
+    assert_right(got, want, state_budget=2 * 1.2e-2 if hard else None)
 
 
 def test_a_batch_of_several_rows(device):
