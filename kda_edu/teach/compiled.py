@@ -58,7 +58,7 @@ def ptx(kernel, *, arch=90, num_warps=4, **arguments):
 
 
 def instructions(text):
-    """The instructions of a PTX text in their order, e.g. "ex2.approx.ftz.f32", without operands."""
+    """The instructions of a PTX text in their order, without operands: "ex2.approx.ftz.f32"."""
     return re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_]*(?:\.[a-z0-9_:]+)+)\s", text, re.M)
 
 

@@ -109,7 +109,7 @@ CASES = [
 
 # Bytes per thread that a kernel may spill to memory: a few registers, unless it is named here.
 MAX_STACK = 64
-MAX_STACK_OF = {"scores_in_block_kernel": 512}
+MAX_STACK_OF = {"scores_in_block_kernel": 512, "solve_tril_kda_kernel": 256}
 
 
 @pytest.mark.parametrize("chip", CHIPS)

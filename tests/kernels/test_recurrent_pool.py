@@ -130,14 +130,18 @@ def test_tokens_after_the_last_sequence_are_zero_even_after_padding(device, monk
 
 
 def test_a_pool_beyond_32_bits(device):
-    """Slots 2^31 elements apart. On a CPU the gap is never touched, so it costs no memory."""
+    """Slots 2^30 elements apart: slot 2 begins beyond 2^31, though the stride fits 32 bits.
+
+    On a CPU the gaps are never touched, so they cost no memory.
+    """
     x = small(device, B=2, T=1, H=1, HV=1, V=8)
-    gap = 2**31 + 64
-    memory = torch.empty(gap + 128, device=device)
-    pool = memory.as_strided((2, 1, 16, 8), (gap, 128, 8, 1)).copy_(x.initial_state)
-    o = update(x, pool, [0, 1])
+    gap = 2**30 + 64
+    memory = torch.empty(2 * gap + 128, device=device)
+    pool = memory.as_strided((3, 1, 16, 8), (gap, 128, 8, 1))
+    pool[0], pool[2] = x.initial_state[0], x.initial_state[1]
+    o = update(x, pool, torch.tensor([0, 2], dtype=torch.int32))
     o_want, state_want = run(x)
-    assert torch.equal(o, o_want) and torch.equal(pool, state_want)
+    assert torch.equal(o, o_want) and torch.equal(pool[[0, 2]], state_want)
 
 
 def strided(shape, strides):

@@ -226,7 +226,7 @@ define(
         """,
     hint="""
         $(I + N) X = I - R$. What would you have to multiply $I - R$ by, to get $I - R^2$? The
-        same factor on the right of $X$ does it. For the norm you need not compute the residual anew.
+        same factor on the right of $X$ does it. The norm needs no new residual.
         """,
     arguments=a_rough_inverse,
     expected=by_squared_residual,

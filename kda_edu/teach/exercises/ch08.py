@@ -127,8 +127,8 @@ def by_the_loop(kernel, C, q, k, v, g, beta, state):
 def fixed_tiles(kernel, C, q, k, v, g, beta, state):
     """Gated DeltaNet over T tokens with a kernel that takes exactly C rows.
 
-    q, k [T, K], v [T, V], g, beta [T], state [K, V]; returns o [T, V] and the last state [K, V].
-    kernel(q, k, v, G, beta, state) -> (o [C, V], state); G [C] is g summed from the tile's start.
+    q, k [T, K], v [T, V], g, beta [T], state [K, V]; returns o [T, V] and the last state.
+    kernel(q, k, v, G, beta, state) -> (o [C, V], state), G [C] summed in the tile.
     """
     # BEGIN SOLUTION
     missing = -len(k) % C
