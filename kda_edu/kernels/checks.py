@@ -78,9 +78,7 @@ def check_kda(
         )
     if initial_state is not None:
         check_state("initial_state", initial_state, shapes, q, state_v_first)
-    check_integer("chunk_size", chunk_size)
-    if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size: expected one of {CHUNK_SIZES}, got {chunk_size}")
+    check_chunk_size(chunk_size)
     return shapes
 
 
@@ -147,15 +145,16 @@ def check_sizes(**arguments) -> dict[str, int]:
             )
     if sizes.get("HV", 0) % max(sizes.get("H", 1), 1) != 0:
         raise ValueError(
-            f"HV: expected a multiple of H = {sizes['H']} value heads, got HV = {sizes['HV']}"
+            f"HV: expected a multiple of H = {sizes['H']} (value heads), got HV = {sizes['HV']}"
         )
     return sizes
 
 
 def check_chunk_size(chunk_size):
     """Chunks hold 16, 32 or 64 tokens."""
+    check_integer("chunk_size", chunk_size)
     if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size: expected one of {CHUNK_SIZES}, got {chunk_size!r}")
+        raise ValueError(f"chunk_size: expected one of {CHUNK_SIZES}, got {chunk_size}")
 
 
 def check_state(name, state, shapes: Shapes, q, state_v_first, slots=None):

@@ -139,6 +139,10 @@ def _launch(g, chunk_size, cu_seqlens, layout, residual, gate=None):
     G = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     G_residual = torch.empty_like(G) if residual else None
     gate_arguments = gate or dict(A_log=None, dt_bias=None, lower_bound=None)
+    A_log, dt_bias = (
+        None if x is None else x.contiguous()
+        for x in (gate_arguments["A_log"], gate_arguments["dt_bias"])
+    )
 
     def grid(meta):
         return layout.programs(HV), triton.cdiv(K, meta["BK"])
@@ -146,8 +150,8 @@ def _launch(g, chunk_size, cu_seqlens, layout, residual, gate=None):
     if G.numel() > 0:
         chunk_local_cumsum_kernel[grid](
             g,
-            gate_arguments["A_log"],
-            gate_arguments["dt_bias"],
+            A_log,
+            dt_bias,
             G,
             G_residual,
             layout.chunks,
@@ -159,8 +163,8 @@ def _launch(g, chunk_size, cu_seqlens, layout, residual, gate=None):
             C=chunk_size,
             PACKED=layout.chunks is not None,
             USE_GATE=gate is not None,
-            USE_A_LOG=gate_arguments["A_log"] is not None,
-            USE_BIAS=gate_arguments["dt_bias"] is not None,
+            USE_A_LOG=A_log is not None,
+            USE_BIAS=dt_bias is not None,
             USE_LOWER_BOUND=gate_arguments["lower_bound"] is not None,
             RESIDUAL=residual,
         )

@@ -56,6 +56,7 @@ def kda_gate_fwd_kernel(
     i_t, i_k, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t = i_t.to(tl.int64) * BT + tl.arange(0, BT)
     o_k = i_k * BK + tl.arange(0, BK)
+    i_h = i_h.to(tl.int64)  # times a stride between heads, which may be large
     m_k = o_k < K
     m_tk = (o_t < T)[:, None] & m_k[None, :]
 

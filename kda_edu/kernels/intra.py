@@ -107,7 +107,7 @@ def scores_before_block_kernel(
     i_bh = (tl.program_id(0) // NC) % BHV
     i_t = tl.program_id(0) // NC // BHV
     i_b, i_h = i_bh // HV, i_bh % HV
-    i_hk = i_h // (HV // H)
+    i_hk = (i_h // (HV // H)).to(tl.int64)  # times a stride between heads, which may be large
     start, count = locate_chunk(i_t, i_b, chunks, T, C, PACKED)
     if i_c * BC >= count:
         return
@@ -204,7 +204,7 @@ def scores_in_block_kernel(
     i_bh = (tl.program_id(0) // NC) % BHV
     i_t = tl.program_id(0) // NC // BHV
     i_b, i_h = i_bh // HV, i_bh % HV
-    i_hk = i_h // (HV // H)
+    i_hk = (i_h // (HV // H)).to(tl.int64)  # times a stride between heads, which may be large
     start, count = locate_chunk(i_t, i_b, chunks, T, C, PACKED)
     count -= i_c * BC  # rows of this block
     start += i_c * BC

@@ -71,7 +71,7 @@ def chunk_gla_fwd_o_gk_kernel(
     head = start * HV + i_h
     o_t, o_v = tl.arange(0, C), i_v * BV + tl.arange(0, BV)
     m_t, m_v = o_t < count, o_v < V
-    q += start * stride_q + (i_h // (HV // H)) * stride_qh
+    q += start * stride_q + (i_h // (HV // H)).to(tl.int64) * stride_qh
     h += ((i_b.to(tl.int64) * NT + i_t) * HV + i_h) * (K * V)
 
     b_o = tl.zeros([C, BV], dtype=tl.float32)

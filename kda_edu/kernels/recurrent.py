@@ -108,6 +108,7 @@ def fused_recurrent_kda_kernel(
     tiles: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     i_n, i_hv = i_nh // HV, i_nh % HV
+    i_hv = i_hv.to(tl.int64)  # times a stride between heads, which may be large
     i_h = i_hv // (HV // H)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)

@@ -18,7 +18,7 @@ class ChunkLayout(NamedTuple):
 
     chunks: int32 [NT, 2] (first token, number of tokens) of a packed batch, or None.
     offsets: int32 [N + 1], rows of `chunks` before each sequence, or None.
-    cu_seqlens: clamped to [0, T], or None.
+    cu_seqlens: clamped to [0, T] and made non-decreasing, or None.
     rows: B of a rectangular batch, 1 of a packed one.
     NT: number of chunks per row.
     N: number of sequences.
@@ -54,8 +54,9 @@ def chunk_layout(B, T, chunk_size, cu_seqlens=None, cu_seqlens_cpu=None) -> Chun
         lengths = cu_seqlens_cpu.diff()
         NT = int(((lengths + chunk_size - 1) // chunk_size).sum())
 
-    cu = cu_seqlens.clamp(0, T)
-    counts = (cu.diff().clamp(min=0) + (chunk_size - 1)) // chunk_size
+    # values are not read here: whatever they are, chunks stay within T and within the table
+    cu = cu_seqlens.clamp(0, T).cummax(0).values
+    counts = (cu.diff() + (chunk_size - 1)) // chunk_size
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     row = torch.arange(NT, device=cu.device)
     sequence = torch.searchsorted(offsets[1:], row, right=True)  # empty sequences have no row

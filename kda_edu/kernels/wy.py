@@ -78,7 +78,7 @@ def recompute_w_u_fwd_kernel(
     b_beta = tl.load(beta + (start + o_t) * HV + i_h, mask=m_t, other=0.0).to(tl.float32)
     b_A *= write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)[None, :]
 
-    v += start * stride_v + i_h * stride_vh
+    v += start * stride_v + i_h.to(tl.int64) * stride_vh
     for i_v in range(tl.cdiv(V, BV)):
         o_v = i_v * BV + tl.arange(0, BV)
         m_tv = m_t[:, None] & (o_v < V)[None, :]
@@ -87,7 +87,7 @@ def recompute_w_u_fwd_kernel(
         o_u = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
         tl.store(u + o_u, b_u.to(u.dtype.element_ty), mask=m_tv)
 
-    i_hk = i_h // (HV // H)
+    i_hk = (i_h // (HV // H)).to(tl.int64)
     k += start * stride_k + i_hk * stride_kh
     if L2NORM:
         b_rstd = tl.load(k_rstd + (start + o_t) * H + i_hk, mask=m_t, other=0.0)

@@ -91,9 +91,9 @@ def test_offsets_beyond_32_bits(layout, device):
 
     Each stride fits 32 bits. On a CPU the gaps are never touched, so they cost no memory.
     """
-    T, heads = (33, 1) if layout == "token" else (2, 3)
+    T, heads = (130, 1) if layout == "token" else (2, 3)
     x = small(device, T=T, H=heads, HV=heads, V=16, dtype=fp16)
-    gap = 2**26 + 64 if layout == "token" else 2**30 + 64
+    gap = 2**24 + 64 if layout == "token" else 2**30 + 64
     memory = torch.empty(max(T - 1, 2 if heads == 3 else 0) * gap + 128, dtype=fp16, device=device)
     strides = (0, gap, 48, 1) if layout == "token" else (0, 48, gap, 1)
     far = {}
