@@ -367,6 +367,50 @@ def test_nothing_on_a_device_is_read():
         checks.check_kda(**x._asdict(), cu_seqlens_cpu=torch.tensor([0, 2, 6]))
 
 
+# -- single steps ------------------------------------------------------------------------------
+
+
+def sizes_of(**changes):
+    """What a step of the pipeline asks of its tensors, in small."""
+    x = good_inputs()
+    x = dict(q=x.q, g=x.g) | {n: change(getattr(x, n)) for n, change in changes.items()}
+    half = (torch.float32, torch.float16)
+    return checks.check_sizes(q=(x["q"], "B T H K", half), g=(x["g"], "B T HV K"))
+
+
+STEPS = [
+    (dict(q=lambda q: q[0]), ValueError,
+     "q: expected shape [B, T, H, K] = (B, T, H, K), got (5, 2, 16)"),
+    (dict(g=lambda g: g[:, :4]), ValueError,
+     "g: expected shape [B, T, HV, K] = (1, 5, 4, 16), got (1, 4, 4, 16)"),
+    (dict(g=lambda g: g[:, :, :3]), ValueError,
+     "HV: expected a multiple of H = 2 (value heads), got HV = 3"),
+    (dict(q=lambda q: q.tolist()), TypeError, "q: expected a torch.Tensor, got list"),
+    (dict(q=lambda q: q.bfloat16()), TypeError,
+     "q: expected dtype torch.float32, torch.float16, got torch.bfloat16"),
+    (dict(g=lambda g: g < 0), TypeError, "g: expected a floating-point dtype, got torch.bool"),
+    (dict(g=meta), ValueError, f"g: {ON_META}"),
+]  # fmt: skip
+
+
+def test_sizes_are_those_of_the_letters():
+    assert sizes_of() == dict(B=1, T=5, H=2, HV=4, K=16)
+
+
+@pytest.mark.parametrize("changes, error, message", STEPS)
+def test_a_step_refuses_tensors_that_do_not_fit(changes, error, message):
+    assert_refused(sizes_of, changes, (None, None, error, message))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_the_sizes_of_a_chunk(size):
+    checks.check_chunk_size(size)
+    with pytest.raises(ValueError, match=r"chunk_size: expected one of \(16, 32, 64\), got"):
+        checks.check_chunk_size(size + 1)
+    with pytest.raises(TypeError, match="chunk_size: expected an int, got float"):
+        checks.check_chunk_size(float(size))
+
+
 # -- the other functions of the reference ------------------------------------------------------
 
 

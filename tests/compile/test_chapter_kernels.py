@@ -115,6 +115,13 @@ def recurrent(kernel):
             kernel[(3, 4, 2)](q, q, v, g, beta, state, v, state, T, 0.3, **sizes)
 
 
+def merges(kernel):
+    """16 to 32 and 32 to 64, the second with 32 x 32 products."""
+    for BC in (16, 32):
+        A = f32(1, 38, 2, 64)
+        kernel[(1, 1, 2)](A, A, 38, HV=2, C=64, BC=BC)
+
+
 CASES = {
     "ch04_recurrent_kernel": {
         "copy_row_kernel": lambda kernel: kernel[(1,)](f32(16), f32(16), K=16),
@@ -129,6 +136,13 @@ CASES = {
             *one_head(), H=2, K=12, V=20, BK=16, BV=16
         ),
         "recurrent_kda_kernel": recurrent,
+    },
+    "ch07_ut_transform": {
+        "invert_block_kernel": lambda kernel: kernel[(1,)](f32(16, 16), f32(16, 16), BC=16),
+        "invert_blocks_kernel": lambda kernel: kernel[(3, 1, 2)](
+            f32(1, 38, 2, 64), f32(1, 38, 2, 64), 38, HV=2, C=64, BC=16
+        ),
+        "merge_kernel": merges,
     },
 }
 

@@ -123,6 +123,41 @@ def test_compiles_within_the_chip(case, chip):
     assert all(code in found.asm for found in compiled)
 
 
+# -- shapes at the ends of the range --------------------------------------------------------------
+
+
+def chunk_fp16_wide():
+    x = make_inputs(B=1, T=70, H=1, HV=2, K=256, V=256, dtype=torch.float16)
+    chunk_kda(**x._asdict(), **all_in_kernel(2, 256), output_final_state=True)
+
+
+def chunk_fp32_wide():
+    x = make_inputs(B=1, T=70, H=1, HV=2, K=256, V=256, dtype=fp32)
+    chunk_kda(**x._asdict(), output_final_state=True)
+
+
+def chunk_fp32_of_32():
+    x = make_inputs(B=1, T=70, H=1, HV=2, K=64, V=96, gate="none", dtype=fp32)
+    chunk_kda(**x._asdict(), chunk_size=32)
+
+
+# Each on the chips whose limits it comes closest to, with the bytes that it may spill. The spills
+# of float32 rows of 256 channels are known: three tf32 products hold three copies of an operand.
+EXTREMES = [
+    (chunk_fp16_wide, "sm_80", MAX_STACK),
+    (chunk_fp16_wide, "gfx942", MAX_STACK),
+    (chunk_fp32_wide, "sm_90", 1024),
+    (chunk_fp32_of_32, "gfx942", MAX_STACK),
+]
+
+
+@pytest.mark.parametrize("call, chip, max_stack", EXTREMES)
+def test_extremes_compile_within_the_chip(call, chip, max_stack):
+    compiled = compiled_kernels(CHIPS[chip], call)
+    assert len(compiled) >= 6
+    check_limits(compiled, CHIPS[chip], max_stack)
+
+
 # -- the harness sees everything ---------------------------------------------------------------
 
 
@@ -239,3 +274,29 @@ def test_a_new_number_of_rows_needs_no_new_binary():
 
     assert binaries(gates) == len(kda_gate_fwd_kernel.every_config)
     assert binaries(norms) == len(l2norm_fwd_kernel.every_config)
+
+
+def test_a_new_length_needs_few_new_binaries_of_the_chunk_kernels():
+    """Numbers of chunks, rows and sequences: 1 and multiples of 16 may have their own."""
+
+    def call(**sizes):
+        x = make_inputs(H=1, K=16, V=16, dtype=bf16, **sizes)._asdict()
+        gate = dict(use_gate_in_kernel=True, lower_bound=-5.0)
+        chunk_kda(**x, **gate, output_final_state=True, chunk_size=16)
+
+    def rectangular():
+        for B, T in ((1, 1), (1, 16), (1, 40), (2, 33), (3, 17), (1, 256), (16, 100), (1, 257)):
+            call(B=B, T=T)
+
+    def packed():
+        for N in (1, 2, 3, 16, 17, 20):
+            call(cu_seqlens=[9 * n for n in range(N + 1)])
+
+    for calls in (rectangular, packed):
+        compiled = compiled_kernels(CHIPS["sm_90"], calls)
+        for kernel in {found.kernel for found in compiled}:
+            configs = {}
+            for found in compiled:
+                if found.kernel == kernel:
+                    configs.setdefault(found.config, set()).add(found.hash)
+            assert max(map(len, configs.values())) <= 4, kernel
