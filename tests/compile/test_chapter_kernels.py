@@ -100,21 +100,6 @@ def f32(*shape):
     return torch.zeros(*shape)
 
 
-def one_head(K=12, V=20):
-    """q, k, v, beta, o, T, scale."""
-    return f32(5, K), f32(5, K), f32(5, V), f32(5), f32(5, V), 5, 0.3
-
-
-def recurrent(kernel):
-    """In float32 and in bfloat16, for a few tokens and for one."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for T in (1, 5):
-            q, v = (torch.zeros(2, T, n, dtype=dtype) for n in (2 * 12, 4 * 20))
-            g, beta, state = f32(2, T, 4 * 12), f32(2, T, 4), f32(2, 4, 12, 20)
-            sizes = dict(H=2, HV=4, K=12, V=20, BK=16, BV=8)
-            kernel[(3, 4, 2)](q, q, v, g, beta, state, v, state, T, 0.3, **sizes)
-
-
 def merges(kernel):
     """16 to 32 and 32 to 64, the second with 32 x 32 products."""
     for BC in (16, 32):
@@ -123,20 +108,6 @@ def merges(kernel):
 
 
 CASES = {
-    "ch04_recurrent_kernel": {
-        "copy_row_kernel": lambda kernel: kernel[(1,)](f32(16), f32(16), K=16),
-        "copy_rows_kernel": lambda kernel: kernel[(5,)](f32(5, 16), f32(5, 16), K=16),
-        "careless_kernel": lambda kernel: kernel[(5,)](f32(72), f32(5, 16), 12, BK=16),
-        "add_rows_kernel": lambda kernel: kernel[(5,)](*3 * [f32(5, 12)], 12, BK=16),
-        "read_state_kernel": lambda kernel: kernel[(3,)](
-            f32(12, 20), f32(12), f32(20), 12, 20, BK=16, BV=8
-        ),
-        "delta_rule_kernel": lambda kernel: kernel[(1,)](*one_head(), K=12, V=20, BK=16, BV=32),
-        "delta_rule_grid_kernel": lambda kernel: kernel[(2, 2, 2)](
-            *one_head(), H=2, K=12, V=20, BK=16, BV=16
-        ),
-        "recurrent_kda_kernel": recurrent,
-    },
     "ch07_ut_transform": {
         "invert_block_kernel": lambda kernel: kernel[(1,)](f32(16, 16), f32(16, 16), BC=16),
         "invert_blocks_kernel": lambda kernel: kernel[(3, 1, 2)](
