@@ -170,11 +170,14 @@ def test_strided_inputs(device, canary):
 
 
 def test_offsets_beyond_32_bits(device):
-    """Tokens 2^31 elements apart. On a CPU the gap is never touched, so it costs no memory."""
-    near, A_log, dt_bias = inputs(1, 2, 2, 8, dtype=torch.bfloat16, device=device)
-    gap = 2**31 + 64
-    memory = torch.empty(gap + 16, dtype=torch.bfloat16, device=device)
-    far = memory.as_strided(near.shape, (gap, gap, 8, 1)).copy_(near)
+    """Tokens so far apart that the last begins beyond element 2^31.
+
+    On a CPU the gaps are never touched, so they cost no memory.
+    """
+    near, A_log, dt_bias = inputs(1, 66, 2, 8, dtype=torch.bfloat16, device=device)
+    gap = 2**25 - 64
+    memory = torch.empty(65 * gap + 16, dtype=torch.bfloat16, device=device)
+    far = memory.as_strided(near.shape, (66 * gap, gap, 8, 1)).copy_(near)
     assert as_rows(far).data_ptr() == far.data_ptr()
     assert torch.equal(kda_gate_fwd(far, A_log, dt_bias), kda_gate_fwd(near, A_log, dt_bias))
 

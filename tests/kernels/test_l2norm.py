@@ -117,11 +117,14 @@ def test_other_strided_inputs(device):
 
 
 def test_offsets_beyond_32_bits(device):
-    """Rows 2^31 elements apart. On a CPU the gap is never touched, so it costs no memory."""
-    near = rows(1, 2, 1, 16, dtype=torch.float16, device=device)
-    gap = 2**31 + 64
-    memory = torch.empty(gap + 16, dtype=torch.float16, device=device)
-    far = memory.as_strided(near.shape, (gap, gap, 16, 1)).copy_(near)
+    """Rows so far apart that the last begins beyond element 2^31.
+
+    On a CPU the gaps are never touched, so they cost no memory.
+    """
+    near = rows(1, 66, 1, 16, dtype=torch.float16, device=device)
+    gap = 2**25 - 64
+    memory = torch.empty(65 * gap + 16, dtype=torch.float16, device=device)
+    far = memory.as_strided(near.shape, (66 * gap, gap, 16, 1)).copy_(near)
     assert as_rows(far).data_ptr() == far.data_ptr()
     assert torch.equal(l2norm_fwd(far)[0], l2norm_fwd(near)[0])
 

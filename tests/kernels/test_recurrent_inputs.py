@@ -50,24 +50,34 @@ def test_a_meaningless_stride_of_a_size_1_dimension(stride, device):
     assert_same(run(x._replace(**views)), run(x))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
 @pytest.mark.parametrize(
-    "lengths", [dict(B=3, T=1), dict(B=1, T=3), dict(cu_seqlens=[0, 2, 3])], ids=str
+    "lengths, gap",
+    [
+        (dict(B=3, T=1), 2**30 + 64),
+        (dict(B=1, T=66), 2**25 - 64),
+        (dict(cu_seqlens=[0, 65, 66]), 2**25 - 64),
+    ],
+    ids=["batch", "sequence", "packed"],
 )
-def test_offsets_beyond_32_bits(name, lengths, device):
-    """Tokens 2^30 elements apart: token 2 begins beyond 2^31, though each stride fits 32 bits.
+def test_offsets_beyond_32_bits(lengths, gap, device):
+    """Tokens so far apart that the last begins beyond element 2^31, though strides fit 32 bits.
 
-    On a CPU the gaps are never touched, so they cost no memory.
+    q, k, v and g share the memory of each token. On a CPU the gaps are never touched, so they cost
+    no memory.
     """
-    x = small(device, H=1, HV=2, V=8, **lengths)
+    x = small(device, H=1, HV=1, V=8, **lengths)
     x = x._replace(**{n: getattr(x, n).half() for n in ("q", "k", "v", "g")})
-    near = getattr(x, name)
-    gap = 2**30 + 64
-    strides = (near.shape[1] * gap, gap, near.shape[3], 1)
-    memory = torch.empty(2 * gap + 64, dtype=near.dtype, device=device)  # 3 tokens
-    far = memory.as_strided(near.shape, strides).copy_(near)
-    assert as_rows(far).data_ptr() == far.data_ptr()
-    assert_same(run(x._replace(**{name: far})), run(x))
+    B, T = x.q.shape[:2]
+    last = (B * T - 1) * gap
+    assert last > 2**31
+    memory = torch.empty(last + 64, dtype=torch.float16, device=device)
+    far = {}
+    for place, name in enumerate(("q", "k", "v", "g")):
+        near = getattr(x, name)
+        view = memory.as_strided(near.shape, (T * gap, gap, 16, 1), 16 * place)
+        far[name] = view.copy_(near)
+        assert as_rows(view).data_ptr() == view.data_ptr()
+    assert_same(run(x._replace(**far)), run(x))
 
 
 def test_inputs_and_the_memory_around_them_stay_as_they_are(device, canary):
