@@ -26,7 +26,7 @@ def project(*shape):
 
 
 x = {name: project(*shape) for name, shape in dict(q=(K,), k=(K,), v=(V,), g=(K,), beta=()).items()}
-options = dict(A_log=torch.tensor([-2.0, 0.5]), use_gate_in_kernel=True,
+options = dict(A_log=torch.full((H,), -2.0), use_gate_in_kernel=True,
                use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)  # fmt: skip
 wide = {n: t.double() if torch.is_tensor(t) else t for n, t in (x | options).items()}
 o, state = reference.recurrent_kda(**wide, output_final_state=True)
