@@ -145,7 +145,7 @@ def chunk_fp32_of_32():
 # of float32 rows of 256 channels are known: three tf32 products hold three copies of an operand.
 EXTREMES = [
     (chunk_fp16_wide, "sm_80", MAX_STACK),
-    (chunk_fp16_wide, "gfx942", MAX_STACK),
+    (chunk_fp16_wide, "gfx942", 2 * MAX_STACK),
     (chunk_fp32_wide, "sm_90", 1024),
     (chunk_fp32_of_32, "gfx942", MAX_STACK),
 ]
@@ -284,15 +284,19 @@ def test_a_new_length_needs_few_new_binaries_of_the_chunk_kernels():
         gate = dict(use_gate_in_kernel=True, lower_bound=-5.0)
         chunk_kda(**x, **gate, output_final_state=True, chunk_size=16)
 
-    def rectangular():
-        for B, T in ((1, 1), (1, 16), (1, 40), (2, 33), (3, 17), (1, 256), (16, 100), (1, 257)):
-            call(B=B, T=T)
+    def lengths():
+        for T in (1, 15, 16, 17, 40, 64, 100, 241, 256, 257):
+            call(B=1, T=T)
+
+    def rows():
+        for B in (1, 2, 3, 16):
+            call(B=B, T=40)
 
     def packed():
         for N in (1, 2, 3, 16, 17, 20):
             call(cu_seqlens=[9 * n for n in range(N + 1)])
 
-    for calls in (rectangular, packed):
+    for calls in (lengths, rows, packed):
         compiled = compiled_kernels(CHIPS["sm_90"], calls)
         for kernel in {found.kernel for found in compiled}:
             configs = {}
