@@ -93,6 +93,15 @@ def load(name, gpu=None, folder=None):
     return max(found, key=lambda record: (record["date"], record["gpu"]))
 
 
+def find(name, gpu=None, folder=None):
+    """As `load`, but None, and a printed line that says so, where nothing has been measured yet."""
+    try:
+        return load(name, gpu, folder)
+    except FileNotFoundError:
+        print(f"Not recorded yet: `python benchmarks/run.py {name}` on a GPU does it.")
+        return None
+
+
 def write(record, folder=None):
     """Validate a record and write its file; returns the path."""
     validate(record)

@@ -24,6 +24,12 @@ def scaled_kernel(x, y, n, N: tl.constexpr):
 
 
 @triton.jit
+def copy_kernel(x, y, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(y + o, tl.load(x + o))
+
+
+@triton.jit
 def product_kernel(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr):
     o_m, o_n, o_k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     b_a = tl.load(a + o_m[:, None] * K + o_k[None, :])
@@ -45,6 +51,11 @@ def test_functions_and_numbers_that_a_kernel_uses_come_along():
     made = instructions(ptx(scaled_kernel, x="*fp32", y="*fp32", n="i32", N=32, num_warps=1))
     assert sum(i.startswith("ex2.approx") for i in made) == 1
     assert sum(i.startswith("mul") and i.endswith("f32") for i in made) == 1
+
+
+def test_pointers_are_aligned_so_a_thread_loads_four_numbers_at_once():
+    made = instructions(ptx(copy_kernel, x="*fp32", y="*fp32", N=128, num_warps=1))
+    assert [i for i in made if ".global." in i] == ["ld.global.v4.b32", "st.global.v4.b32"]
 
 
 def test_a_kernel_of_a_notebook_cell_compiles():

@@ -158,6 +158,19 @@ def test_a_missing_record_says_how_to_make_one(tmp_path):
         records.load("chunk_forward", gpu="a100", folder=tmp_path)
 
 
+def test_find_goes_on_without_a_record_but_not_with_a_bad_one(tmp_path, capsys):
+    assert records.find("chunk_forward", folder=tmp_path) is None
+    assert capsys.readouterr().out.startswith("Not recorded yet: `python benchmarks/run.py chunk_f")
+    path = records.write(good(), tmp_path)
+    assert records.find("chunk_forward", folder=tmp_path) == records.load(
+        "chunk_forward", folder=tmp_path
+    )
+    assert capsys.readouterr().out == ""
+    path.write_text(path.read_text().replace("H200", "H100"))
+    with pytest.raises(records.RecordError):
+        records.find("chunk_forward", folder=tmp_path)
+
+
 def test_a_file_edited_by_hand_is_refused(tmp_path):
     path = records.write(good(), tmp_path)
     record = json.loads(path.read_text())
