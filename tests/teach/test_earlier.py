@@ -4,8 +4,10 @@ from pathlib import Path
 
 import jupytext
 import pytest
+import torch
+import triton
 
-from kda_edu.teach.earlier import code_cells, from_chapter, globals_of, top_level
+from kda_edu.teach.earlier import code_cells, find_chapter, from_chapter, globals_of, top_level
 
 CHAPTERS = sorted((Path(__file__).resolve().parents[2] / "chapters").glob("ch*.md"))
 
@@ -109,3 +111,15 @@ def test_names_that_a_statement_reads_from_outside():
         "@a.b\ndef f(x: c = d):\n    y = e.g\n    def h(z):\n        return z + y + i\n    return h"
     )
     assert globals_of(source) == {"a", "c", "d", "e", "i"}
+
+
+def test_the_kernels_of_chapter_10_run_outside_of_it():
+    """A kernel, its device functions and constants; the wrappers around them."""
+    if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
+        pytest.skip("kernels need a GPU, or TRITON_INTERPRET=1 in the environment")
+    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    cumulate, tile = from_chapter("ch10", "cumulate", "tile")
+    g = -torch.rand(1, 20, 2, 5, device=device)
+    want = torch.cat([g[:, :16].cumsum(1), g[:, 16:].cumsum(1)], dim=1) / torch.log(torch.tensor(2))
+    assert (cumulate(g, 16) - want).abs().max() < 1e-4
+    assert tile(5) == 16 and find_chapter("ch10").stem == "ch10_intra_kernel"
