@@ -8,13 +8,16 @@ import importlib
 
 # Every public function, by the file that holds it.
 _FILES = {
-    "chunk": ("chunk_kda", "chunk_kda_fwd"),
+    "backward": ("chunk_kda_bwd",),
+    "chunk": ("chunk_kda",),
     "cumsum": ("chunk_local_cumsum", "kda_gate_chunk_cumsum"),
+    "forward": ("chunk_kda_fwd",),
     "gate": ("kda_gate_fwd",),
     "l2norm": ("l2norm_fwd",),
     "intra": ("chunk_kda_scaled_dot_kkt_fwd",),
     "output": ("chunk_gla_fwd_o_gk",),
-    "recurrent": ("fused_recurrent_kda", "fused_recurrent_kda_update"),
+    "pool": ("fused_recurrent_kda_update",),
+    "recurrent": ("fused_recurrent_kda", "fused_recurrent_kda_fwd"),
     "solve_tril": ("solve_tril_kda",),
     "state": ("chunk_gated_delta_rule_fwd_h_kda",),
     "wy": ("recompute_w_u_fwd",),

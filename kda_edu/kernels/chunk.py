@@ -1,29 +1,18 @@
 """`chunk_kda`: Kimi Delta Attention over whole sequences, chunk by chunk.
 
-The six steps, each in its own file, and the matrices they pass on:
-
-    1 cumsum      g -> G                          cumulated gate, log2 units
-    2 intra       q, k, G, beta -> A_kk, A_qk     products with the decay inside
-    3 solve_tril  A_kk -> A_inv                   (I + A_kk)^-1
-    4 wy          A_inv, k, v, G, beta -> w, u, kg
-    5 state       w, u, kg, G -> h, v', S         the one sequential pass
-    6 output      q, G, h, A_qk, v' -> o
+Here is what a caller meets: arguments, checks, gradients. The six steps of the forward pass are
+listed in forward.py, those of the backward in backward.py.
 """
 
 import torch
 
-from ._common import autocast, forward_only, on_device_of_first_argument
-from .checks import SAFE_LOWER_BOUND, check_kda
-from .cumsum import chunk_local_cumsum, kda_gate_chunk_cumsum
-from .intra import chunk_kda_scaled_dot_kkt_fwd
-from .output import chunk_gla_fwd_o_gk
+from ._common import autocast, forward_only
+from .autograd import chunk_kda_op
+from .checks import check_flags, check_kda
+from .forward import chunk_kda_fwd
 from .sequences import chunk_layout
-from .solve_tril import solve_tril_kda
-from .state import chunk_gated_delta_rule_fwd_h_kda
-from .wy import recompute_w_u_fwd
 
 
-@on_device_of_first_argument
 def chunk_kda(
     q,
     k,
@@ -68,7 +57,8 @@ def chunk_kda(
         safe_gate: accepted for compatibility, and with `use_gate_in_kernel` checks that
             -5 <= lower_bound < 0. Nothing has to be promised: every gate is right, and the fast
             path is chosen per 16 tokens by the gates themselves.
-        disable_recompute: accepted for compatibility; it concerns the backward pass.
+        disable_recompute: keep what the sweep over the chunks made for the backward (about
+            2.8 KB per token and value head at K = V = 128 in bf16) instead of making it anew.
         return_intermediate_states: also return the state before each chunk; inference only.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: int32 or int64 [N + 1] on the GPU: sequences packed along T; needs B = 1. Its
@@ -84,7 +74,11 @@ def chunk_kda(
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
-        NotImplementedError: in backward().
+        NotImplementedError: in a second backward() through the gradients, and in backward() with
+            `return_intermediate_states`.
+
+    Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state; gradients come in each
+    input's dtype, the same bits on every run.
     """
     q, k, v = autocast(q, k, v)
     shapes = check_kda(
@@ -107,89 +101,37 @@ def chunk_kda(
         cu_seqlens_cpu=cu_seqlens_cpu,
         chunk_size=chunk_size,
     )
-    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    with torch.no_grad():
-        o, final_state, h = chunk_kda_fwd(
-            *(None if x is None else x.detach() for x in inputs),
-            scale=shapes.K**-0.5 if scale is None else float(scale),
-            output_final_state=output_final_state,
-            use_qk_l2norm=use_qk_l2norm_in_kernel,
-            use_gate=use_gate_in_kernel,
-            use_beta_sigmoid=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            lower_bound=lower_bound,
-            state_v_first=state_v_first,
-            chunk_size=chunk_size,
-            layout=chunk_layout(shapes.B, shapes.T, chunk_size, cu_seqlens, cu_seqlens_cpu),
-        )
-    o, final_state = forward_only("chunk_kda", (o, final_state), inputs)
-    if return_intermediate_states:
-        return o, final_state, h if state_v_first else h.transpose(-1, -2)
-    return o, final_state
-
-
-def chunk_kda_fwd(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    A_log=None,
-    dt_bias=None,
-    initial_state=None,
-    *,
-    scale,
-    output_final_state=False,
-    use_qk_l2norm=False,
-    use_gate=False,
-    use_beta_sigmoid=False,
-    allow_neg_eigval=False,
-    lower_bound=None,
-    state_v_first=False,
-    chunk_size=64,
-    layout,
-):
-    """The six steps in order. Arguments as in `chunk_kda`, already checked.
-
-    Returns:
-        (o, final_state or None, h), h as in `chunk_gated_delta_rule_fwd_h_kda`.
-    """
-    bounded = use_gate and lower_bound is not None and lower_bound >= SAFE_LOWER_BOUND
-    residual = q.dtype == torch.float32 and not bounded
-    beta_options = dict(use_beta_sigmoid=use_beta_sigmoid, allow_neg_eigval=allow_neg_eigval)
-    if use_gate:
-        G = kda_gate_chunk_cumsum(
-            g, A_log, dt_bias, lower_bound, chunk_size, layout=layout, residual=residual
-        )
-    else:
-        G = chunk_local_cumsum(g, chunk_size, layout=layout, residual=residual)
-    G, G_residual = G if residual else (G, None)
-    gate = dict(G_residual=G_residual, layout=layout)
-
-    A_kk, A_qk, q_rstd, k_rstd = chunk_kda_scaled_dot_kkt_fwd(
-        q,
-        k,
-        G,
-        beta,
-        scale,
-        chunk_size,
-        bounded=bounded,
-        use_qk_l2norm=use_qk_l2norm,
-        **beta_options,
-        **gate,
-    )
-    A_inv = solve_tril_kda(A_kk, layout=layout, output_dtype=k.dtype)
-    w, u, kg = recompute_w_u_fwd(k, v, beta, A_inv, G, k_rstd=k_rstd, **beta_options, **gate)
-    h, v_new, final_state = chunk_gated_delta_rule_fwd_h_kda(
-        kg,
-        w,
-        u,
-        G,
-        chunk_size,
-        initial_state=initial_state,
+    check_flags(
         output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        **gate,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
     )
-    o = chunk_gla_fwd_o_gk(q, v_new, G, A_qk, h, scale, q_rstd=q_rstd, **gate)
-    return o, final_state, h
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    options = dict(
+        scale=shapes.K**-0.5 if scale is None else float(scale),
+        output_final_state=output_final_state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        use_gate=use_gate_in_kernel,
+        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=None if lower_bound is None else float(lower_bound),
+        state_v_first=state_v_first,
+        chunk_size=chunk_size,
+    )
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in inputs
+    )
+    if not return_intermediate_states and (differentiable or torch.compiler.is_compiling()):
+        o, final_state, *_ = chunk_kda_op(
+            *inputs, cu_seqlens, cu_seqlens_cpu, **options, store=disable_recompute
+        )
+        return o, final_state if output_final_state else None
+
+    with torch.no_grad():
+        layout = chunk_layout(shapes.B, shapes.T, chunk_size, cu_seqlens, cu_seqlens_cpu)
+        o, final_state, _, sweep = chunk_kda_fwd(*inputs, **options, layout=layout)
+    if not return_intermediate_states:
+        return o, final_state
+    h = sweep.h if state_v_first else sweep.h.transpose(-1, -2)
+    return *forward_only("chunk_kda with return_intermediate_states", (o, final_state), inputs), h

@@ -13,20 +13,21 @@ the state, 4 K V bytes each way. At T = 1 (decode) that is nearly all there is.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._common import (
     RCP_LN2,
     as_rows,
     autocast,
     decay_factor,
-    forward_only,
     log_decay,
     next_power_of_2,
     on_device_of_first_argument,
     row_strides,
     write_strength,
 )
-from .checks import check_kda, check_state, check_tensor
+from .autograd import NAMESPACE, chunk_kda_bwd_op, chunk_kda_op, only_of_tensors
+from .checks import Shapes, check_flags, check_kda
 from .gate import SOFTPLUS_BETA, SOFTPLUS_THRESHOLD
 from .l2norm import EPS, reciprocal_norm
 
@@ -225,8 +226,8 @@ def fused_recurrent_kda(
     Under `torch.autocast` q, k and v are cast to its dtype; all else keeps its own.
 
     Returns:
-        (o [B, T, HV, V] in the dtype of v, final state float32 or None). There is no backward:
-        asking for a gradient raises NotImplementedError.
+        (o [B, T, HV, V] in the dtype of v, final state float32 or None). Differentiable as
+        `chunk_kda` is, whose backward serves here too.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -245,117 +246,30 @@ def fused_recurrent_kda(
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
     )
-    shapes = check_kda(q, k, v, g, beta, initial_state=initial_state, **options)
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final_state = None
-    if output_final_state:
-        K, V = (shapes.V, shapes.K) if state_v_first else (shapes.K, shapes.V)
-        final_state = torch.empty(shapes.N, shapes.HV, K, V, dtype=torch.float32, device=v.device)
-    _launch(
-        (q, k, v, g, beta),
-        o,
-        shapes,
-        initial_state=None if initial_state is None else initial_state.contiguous(),
-        final_state=final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        **options,
+    check_flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
     )
+    check_kda(q, k, v, g, beta, initial_state=initial_state, **options)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return forward_only("fused_recurrent_kda", (o, final_state), inputs)
-
-
-def fused_recurrent_kda_update(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    state_pool,
-    slot_indices,
-    A_log=None,
-    dt_bias=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=False,
-    use_gate_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-    lower_bound=None,
-    state_v_first=False,
-    cu_seqlens=None,
-):
-    """Like `fused_recurrent_kda`, with the states of many requests in one pool, updated in place.
-
-    Sequence n starts from `state_pool[slot_indices[n]]` and leaves its final state there. A new
-    request must find zeros in its slot: the caller clears it. All else is as in
-    `fused_recurrent_kda`, and the arguments not named here are the same.
-
-    Args:
-        state_pool: float32 [slots, HV, K, V] (`state_v_first`: [slots, HV, V, K]). It may be a
-            strided view along its first dimension; each slot must be contiguous.
-        slot_indices: int32 or int64 [N], where N is B, or len(cu_seqlens) - 1. Negative means
-            padding: no state is touched and the rows of o are zero. No slot may occur twice, or
-            the two sequences race. An index >= slots raises on a CPU; on a GPU, where reading it
-            would mean waiting, it is treated as padding.
-
-    Returns:
-        o [B, T, HV, V] in the dtype of v.
-
-    Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came. A pool that
-        would have to be copied or cast is refused, since the copy would be updated instead.
-    """
-    q, k, v = autocast(q, k, v)
-    options = dict(
-        A_log=A_log,
-        dt_bias=dt_bias,
-        scale=scale,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in inputs
     )
-    shapes = check_kda(q, k, v, g, beta, **options)
-    _check_pool(state_pool, slot_indices, shapes, q, state_v_first)
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _launch(
-        (q, k, v, g, beta),
-        o,
-        shapes,
-        initial_state=state_pool,
-        final_state=state_pool,
-        slot_indices=slot_indices.contiguous(),
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        **options,
+    forward = fused_recurrent_kda_fwd
+    if differentiable or torch.compiler.is_compiling():
+        forward = fused_recurrent_kda_op
+    o, final_state = forward(
+        *inputs,
+        cu_seqlens,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        None if lower_bound is None else float(lower_bound),
+        state_v_first,
     )
-    inputs = (q, k, v, g, beta, A_log, dt_bias, state_pool)
-    return forward_only("fused_recurrent_kda_update", (o,), inputs)[0]
-
-
-def _check_pool(state_pool, slot_indices, shapes, q, state_v_first):
-    check_tensor("state_pool", state_pool)
-    slots = state_pool.shape[0] if state_pool.ndim else 0
-    check_state("state_pool", state_pool, shapes, q, state_v_first, slots=slots)
-    size = shapes.HV * shapes.K * shapes.V
-    overlapping = slots > 1 and state_pool.stride(0) < size
-    if slots > 0 and (overlapping or not state_pool[0].is_contiguous()):
-        raise ValueError(
-            "state_pool: expected contiguous slots that do not overlap, since it is updated in "
-            f"place; got strides {state_pool.stride()} for shape {tuple(state_pool.shape)}"
-        )
-    check_tensor(
-        "slot_indices",
-        slot_indices,
-        shape=(shapes.N,),
-        dtypes=(torch.int32, torch.int64),
-        device=q.device,
-    )
-    if slot_indices.device.type == "cpu" and shapes.N > 0 and int(slot_indices.max()) >= slots:
-        raise ValueError(
-            f"slot_indices: expected values below {slots}, the number of slots in state_pool, "
-            f"got {int(slot_indices.max())}"
-        )
+    return o, final_state if output_final_state else None
 
 
 def _tile_width(heads, BK, V):
@@ -371,7 +285,7 @@ def _tile_width(heads, BK, V):
 
 
 @on_device_of_first_argument
-def _launch(
+def launch_recurrent(
     tokens,
     o,
     shapes,
@@ -434,3 +348,87 @@ def _launch(
         BV=BV,
         num_warps=1,
     )
+
+
+def fused_recurrent_kda_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    output_final_state: bool,
+    use_qk_l2norm: bool,
+    use_gate: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """(o, final state) from arguments that are already checked; an absent state is empty."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    final_state = None
+    if output_final_state:
+        sides = (V, K) if state_v_first else (K, V)
+        final_state = torch.empty(N, HV, *sides, dtype=torch.float32, device=v.device)
+    launch_recurrent(
+        (q, k, v, g, beta),
+        o,
+        Shapes(B, T, H, HV, K, V, N),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=None if initial_state is None else initial_state.contiguous(),
+        final_state=final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm,
+        use_gate_in_kernel=use_gate,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+    )
+    return o, v.new_empty(0) if final_state is None else final_state
+
+
+fused_recurrent_kda_op = torch.library.custom_op(
+    f"{NAMESPACE}::fused_recurrent_kda", fused_recurrent_kda_fwd, mutates_args=()
+)
+
+
+@fused_recurrent_kda_op.register_fake
+def _(q, k, v, *arguments):
+    cu_seqlens, output_final_state, state_v_first = arguments[5], arguments[7], arguments[-1]
+    final_state = v.new_empty(0)
+    if output_final_state:
+        N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        K, V = q.shape[-1], v.shape[-1]
+        sides = (V, K) if state_v_first else (K, V)
+        final_state = v.new_empty(N, v.shape[2], *sides, dtype=torch.float32)
+    return v.new_empty(v.shape), final_state
+
+
+def _keep(ctx, inputs, output):
+    ctx.options = inputs[9:]
+    ctx.save_for_backward(*inputs[:9])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, do, d_final_state):
+    """The same function chunk by chunk, whose backward is parallel: nothing here was kept."""
+    tensors, (scale, _, l2norm, *options) = ctx.saved_tensors, ctx.options
+    options = (*options, 16 if tensors[0].shape[1] <= 16 else 64)
+    with torch.no_grad():
+        made = chunk_kda_op(*tensors, None, scale, False, l2norm, *options, False)
+    gradients = chunk_kda_bwd_op(*tensors, None, do, d_final_state, made[2:], scale, *options)
+    return only_of_tensors(tensors[:8], gradients) + (None,) * 9
+
+
+fused_recurrent_kda_op.register_autograd(_differentiate, setup_context=_keep)

@@ -3,10 +3,11 @@
     u  = A_inv Diag(beta) v          the values written if the state were empty
     w  = A_inv Diag(beta) 2^G k      what they owe to the incoming state: v' = u - w S
     kg = 2^(G_last - G) k            keys decayed to the end of the chunk
+    qg = scale 2^G q                 queries decayed from its start, for the backward only
 
 Grid: chunks x value heads. Reads 2 C (A_inv) + 2 (K + V) + 4 K (G), writes 2 (2 K + V) bytes per
-token and head (bf16). 16-bit inputs are multiplied in tf32: beta v and beta 2^G k are never
-rounded, and u and w once, when they are stored.
+token and head (bf16); with qg 2 K more each way. 16-bit inputs are multiplied in tf32: beta v and
+beta 2^G k are never rounded, and u and w once, when they are stored.
 """
 
 import torch
@@ -36,14 +37,20 @@ def recompute_w_u_fwd_kernel(
     G,
     G_residual,
     k_rstd,
+    q,
+    q_rstd,
     # outputs
     w,
     u,
     kg,
+    qg,
     # sizes
     chunks,
     T,
+    scale,
     BHV,
+    stride_q,
+    stride_qh,
     stride_k,
     stride_kh,
     stride_v,
@@ -61,6 +68,7 @@ def recompute_w_u_fwd_kernel(
     L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
+    STORE_QG: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     i_t, i_bh = tl.program_id(0) // BHV, tl.program_id(0) % BHV
@@ -110,8 +118,16 @@ def recompute_w_u_fwd_kernel(
             b_G += b_residual
         b_kg = b_k * tl.exp2(tl.where(m_tk, b_to_end, 0.0))
         tl.store(kg + o_tk, b_kg.to(kg.dtype.element_ty), mask=m_tk)
-        b_w = tl.dot(b_A, b_k * tl.exp2(b_G), input_precision=PRECISION)
+        b_from_start = tl.exp2(b_G)
+        b_w = tl.dot(b_A, b_k * b_from_start, input_precision=PRECISION)
         tl.store(w + o_tk, b_w.to(w.dtype.element_ty), mask=m_tk)
+        if STORE_QG:
+            p_q = q + start * stride_q + i_hk * stride_qh
+            b_q = tl.load(p_q + o_t[:, None] * stride_q + o_k[None, :], mask=m_tk, other=0.0)
+            b_q = b_q.to(tl.float32) * scale
+            if L2NORM:
+                b_q *= tl.load(q_rstd + (start + o_t) * H + i_hk, mask=m_t, other=0.0)[:, None]
+            tl.store(qg + o_tk, (b_q * b_from_start).to(qg.dtype.element_ty), mask=m_tk)
 
 
 @on_device_of_first_argument
@@ -124,22 +140,27 @@ def recompute_w_u_fwd(
     *,
     G_residual=None,
     k_rstd=None,
+    q=None,
+    q_rstd=None,
+    scale=None,
     use_beta_sigmoid=False,
     allow_neg_eigval=False,
     cu_seqlens=None,
     layout=None,
 ):
-    """w, u and the keys decayed to the end of their chunk.
+    """w, u and the keys decayed to the end of their chunk; for the backward the queries too.
 
     Args:
         k: [B, T, H, K]; v: [B, T, HV, V]; beta: [B, T, HV] (logits with `use_beta_sigmoid`).
         A_inv: from `solve_tril_kda`, [B, T, HV, C].
         G, G_residual: from `chunk_local_cumsum`.
-        k_rstd: from `chunk_kda_scaled_dot_kkt_fwd`, multiplies k.
+        k_rstd, q_rstd: from `chunk_kda_scaled_dot_kkt_fwd`, multiply k and q.
+        q: [B, T, H, K]: also return qg. scale: of q; default K ** -0.5.
         cu_seqlens, layout: as in `chunk_local_cumsum`.
 
     Returns:
-        (w [B, T, HV, K], u [B, T, HV, V], kg [B, T, HV, K]) in k's dtype.
+        (w [B, T, HV, K], u [B, T, HV, V], kg [B, T, HV, K]) in k's dtype; with q also
+        qg [B, T, HV, K].
     """
     check_sizes(
         k=(k, "B T H K", KERNEL_DTYPES),
@@ -156,6 +177,10 @@ def recompute_w_u_fwd(
     w = torch.empty(B, T, HV, K, dtype=k.dtype, device=k.device)
     u = torch.empty(B, T, HV, V, dtype=k.dtype, device=k.device)
     kg = torch.empty_like(w)
+    qg = None
+    if q is not None:
+        check_sizes(k=(k, "B T H K"), q=(q, "B T H K", (k.dtype,)))
+        q, qg = as_rows(q), torch.empty_like(w)
     if w.numel() > 0:
         recompute_w_u_fwd_kernel[(layout.programs(HV),)](
             k,
@@ -165,12 +190,17 @@ def recompute_w_u_fwd(
             G,
             G_residual,
             k_rstd,
+            q,
+            q_rstd,
             w,
             u,
             kg,
+            qg,
             layout.chunks,
             T,
+            K**-0.5 if scale is None else scale,
             layout.rows * HV,
+            *(row_strides(k if q is None else q)),
             *row_strides(k),
             *row_strides(v),
             H=H,
@@ -185,8 +215,9 @@ def recompute_w_u_fwd(
             L2NORM=k_rstd is not None,
             BETA_SIGMOID=use_beta_sigmoid,
             NEG_EIGVAL=allow_neg_eigval,
+            STORE_QG=q is not None,
             PRECISION=dot_precision(k.dtype),
             num_warps=4,
             num_stages=1,
         )
-    return w, u, kg
+    return (w, u, kg) if q is None else (w, u, kg, qg)

@@ -148,18 +148,6 @@ def test_autocast_lowers_q_k_v_alone(device):
     assert rms_error(run(all_lowered, chunk_size=16)[1], state) > 1e-4  # lowering them would show
 
 
-def test_a_gradient_is_refused_not_lost(device):
-    x = small(device, T=1, H=1, HV=1)
-    for name in (*NAMES, "initial_state"):
-        y = x._replace(**{name: getattr(x, name).clone().requires_grad_()})
-        for output in run(y, chunk_size=16):
-            with pytest.raises(NotImplementedError, match="chunk_kda has no backward.*reference"):
-                output.sum().backward()
-    with torch.no_grad():
-        assert not run(y, chunk_size=16)[0].requires_grad
-    assert all(not output.requires_grad for output in run(x, chunk_size=16))
-
-
 # -- flags ---------------------------------------------------------------------------------------
 
 

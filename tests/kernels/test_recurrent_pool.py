@@ -112,9 +112,9 @@ def test_nothing_but_padding(device):
 
 def test_an_index_beyond_the_pool_is_padding_where_it_cannot_be_read(device, monkeypatch, canary):
     """As on a GPU. The memory after the pool stays as it is."""
-    from kda_edu.kernels import recurrent
+    from kda_edu.kernels import pool as pool_file
 
-    monkeypatch.setattr(recurrent, "_check_pool", lambda *arguments: None)
+    monkeypatch.setattr(pool_file, "_check_pool", lambda *arguments: None)
     x = small(device, B=2, T=1)
     pool = canary(torch.full((3, 4, 16, 9), POISON, device=device))
     assert not update(x, pool, [3, 2**31 - 1]).any()
