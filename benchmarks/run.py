@@ -4,12 +4,13 @@
     python benchmarks/run.py forward decode      these records
     python benchmarks/run.py --cases T8192       cases whose name holds this text; writes nothing
 
-forward compares with the peers, sequence_length the token loop with the chunks over T, decode is
-one token for each of B requests, in a CUDA graph that visits more states than the L2 cache holds.
-Each time stands beside the error of the same call against the float64 oracle; a wrong result is
-not recorded. A peer that fails, or is not installed, is listed with its error. All options run in
-the kernels: gate with a lower bound of -5, norm of q and k, sigmoid of beta; K = V = 128, bfloat16,
-float32 state in and out. Times are medians with the L2 cache flushed between calls.
+forward and training (forward and backward) compare with the peers, sequence_length the token loop
+with the chunks over T, decode is one token for each of B requests, in a CUDA graph that visits more
+states than the L2 cache holds. Each time stands beside the error of the same call against the
+float64 oracle, on three of the heads; a wrong result is not recorded. A peer that fails, or is not
+installed, is listed with its error. All options run in the kernels: gate with a lower bound of -5,
+norm of q and k, sigmoid of beta; K = V = 128, bfloat16, float32 state in and out. Times are medians
+with the L2 cache flushed between calls.
 """
 
 import argparse
@@ -45,7 +46,14 @@ FORWARD = [
     Case("B2 T4096 H64", 2, 4096, 64),
     Case("B1 T8192 H64 packed", 1, 8192, 64, MIXED),
     Case("B1 T8192 H32", 1, 8192, 32),
+    Case("B1 T65536 H32", 1, 65536, 32),
     Case("B1 T512 H64", 1, 512, 64),
+    Case("B1 T8192 H64 softplus", 1, 8192, 64, gate="softplus"),
+]
+TRAINING = [
+    Case("B1 T8192 H32", 1, 8192, 32),
+    Case("B1 T8192 H64", 1, 8192, 64),
+    Case("B1 T8192 H64 packed", 1, 8192, 64, MIXED),
     Case("B1 T8192 H64 softplus", 1, 8192, 64, gate="softplus"),
 ]
 SEQUENCE_LENGTH = [Case(f"B1 T{T} H32", 1, T, 32) for T in (64, 256, 1024, 4096, 16384)]
@@ -86,11 +94,61 @@ def fla_chunk_kda(*tensors, **options):
     return fla(*tensors, **options, safe_gate=options["lower_bound"] is not None)
 
 
-@torch.no_grad()
-def oracle(tensors, options):
-    """Output and state in float64, token by token."""
+def stored_chunk_kda(*tensors, **options):
+    return chunk_kda(*tensors, **options, disable_recompute=True)
+
+
+def checked_heads(case):
+    """Heads do not meet, so a few tell of all: a wrong offset shows in the last."""
+    return sorted({0, case.H // 2, case.H - 1})
+
+
+def oracle(case, gradients=False):
+    """What a call should return for the checked heads, in float64; and gradients, by name."""
+    heads = checked_heads(case)
+    (q, k, v, g, beta), options = inputs(case)
+    options["A_log"] = options["A_log"][heads]
+    options["dt_bias"] = options["dt_bias"].view(case.H, case.K)[heads].flatten()
+    options["initial_state"] = options["initial_state"][:, heads]
     wide = {n: x.double() if _is_float(x) else x for n, x in options.items()}
-    return reference.recurrent_kda(*(x.double() for x in tensors), **wide)
+    tensors = [x[:, :, heads].double() for x in (q, k, v, g, beta)]
+    leaves = dict(zip("q k v g beta".split(), tensors, strict=True))
+    leaves |= {n: x for n, x in wide.items() if _is_float(x)}
+    for x in leaves.values():
+        x.requires_grad_(gradients)
+    with torch.set_grad_enabled(gradients):
+        results = reference.chunk_kda(*tensors, **wide, chunk_size=16)
+        if not gradients:
+            return dict(zip(("o", "state"), results, strict=True))
+        weights = [x[:, :, heads] for x in upstream(case)[:1]] + [upstream(case)[1][:, heads]]
+        torch.autograd.backward(results, [w.double() for w in weights])
+    return {n: x.grad for n, x in leaves.items()}
+
+
+def upstream(case):
+    """Gradients of the output and of the final state."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    N = len(case.lengths) or case.B
+    shapes = (case.B, case.T, case.H, case.V), (N, case.H, case.K, case.V)
+    do, d_state = (torch.randn(*shape, generator=draw, device="cuda") for shape in shapes)
+    return do.to(DTYPE), d_state
+
+
+def of_heads(case, made):
+    """The checked heads of outputs or gradients, by name."""
+    heads, H, K = checked_heads(case), case.H, case.K
+    pick = {
+        "A_log": lambda x: x[heads],
+        "dt_bias": lambda x: x.view(H, K)[heads].flatten(),
+        "state": lambda x: x[:, heads],
+        "initial_state": lambda x: x[:, heads],
+    }
+    return {n: pick.get(n, lambda x: x[:, :, heads])(x) for n, x in made.items()}
+
+
+def errors(case, made, want):
+    made = of_heads(case, made)
+    return {name: rms_error(made[name], want[name]) for name in want}
 
 
 def _is_float(x):
@@ -111,19 +169,60 @@ def least_flops(case, chunk=64):
     return case.B * case.T * case.H * per_token
 
 
+def training_bytes(case):
+    """The forward; then its inputs and the gradient of the output read, five gradients written."""
+    per_token = 2 * (3 * case.K + 2 * case.V + 1) + 2 * (3 * case.K + case.V + 1)
+    return least_bytes(case) + case.B * case.T * case.H * per_token
+
+
+def training_flops(case):
+    """The forward, and two products in the backward for each of its own."""
+    return 3 * least_flops(case)
+
+
 def measure(case, call, want):
-    """One row of a record: a forward call, its times and its error."""
+    """One row of a record: a forward call, its times, peak memory and error."""
     tensors, options = inputs(case)
+    forward = lambda: call(*tensors, **options)  # noqa: E731
+    with torch.no_grad():
+        got, memory = peak_memory(forward)
+        error = errors(case, dict(zip(("o", "state"), got, strict=True)), want)
+        del got
+        times = timed(forward)
+    return row(case, "forward", times, error) | dict(memory=memory)
+
+
+def measure_training(case, call, want):
+    """One row: forward and backward, their times, peak memory and the errors of all gradients."""
+    tensors, options = inputs(case)
+    leaves = dict(zip("q k v g beta".split(), tensors, strict=True))
+    leaves |= {n: x for n, x in options.items() if _is_float(x)}
+    for x in leaves.values():
+        x.requires_grad_()
+    weights = upstream(case)
+
+    def step():
+        return torch.autograd.grad(call(*tensors, **options), list(leaves.values()), weights)
+
+    got, memory = peak_memory(step)
+    error = errors(case, dict(zip(leaves, got, strict=True)), want)
+    del got
+    made = row(case, "training", timed(step), error, training_bytes(case), training_flops(case))
+    return made | dict(memory=memory)
+
+
+def peak_memory(call):
+    """(what the call returns, the most bytes that it held beside its inputs)."""
+    call()  # compiles, tunes
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    got = call(*tensors, **options)
-    memory = torch.cuda.max_memory_allocated() - before
-    error = max(rms_error(a, b) for a, b in zip(got, want, strict=True))
-    del got
-    times = triton.testing.do_bench(
-        lambda: call(*tensors, **options), warmup=50, rep=100, return_mode="all"
-    )
-    return row(case, "forward", times, error) | dict(memory=memory)
+    made = call()
+    return made, torch.cuda.max_memory_allocated() - before
+
+
+def timed(call):
+    return triton.testing.do_bench(call, warmup=50, rep=100, return_mode="all")
 
 
 def measure_decode(case, call, want):
@@ -140,7 +239,7 @@ def measure_decode(case, call, want):
         return call(q, k, v, g, beta, pool, slots[i], **options)
 
     o = step(0)
-    error = max(rms_error(o, want[0]), rms_error(pool[: case.B], want[1]))
+    error = errors(case, dict(o=o, state=pool[: case.B]), want)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(rounds):
@@ -159,7 +258,8 @@ def elapsed(call):
     return start.elapsed_time(end)
 
 
-def row(case, mode, times, error):
+def row(case, mode, times, error, bytes=None, flops=None):
+    """error: of each output or gradient, by name; the row's is the largest."""
     p20, median, p80 = torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
     return dict(
         case=case.name,
@@ -172,16 +272,22 @@ def row(case, mode, times, error):
         p20=p20,
         median=median,
         p80=p80,
-        bytes=least_bytes(case),
-        flops=least_flops(case),
-        error=error,
-        budget=budget_for(DTYPE),
+        bytes=bytes or least_bytes(case),
+        flops=flops or least_flops(case),
+        error=max(error.values()),
+        errors=error,
+        budget=budget_for(DTYPE, "gradient" if mode == "training" else "forward"),
     )
 
 
 CHUNKS = {"kda_edu chunk_kda": chunk_kda}
 RECORDS = {
     "forward": (FORWARD, CHUNKS | {"fla chunk_kda": fla_chunk_kda}, measure),
+    "training": (
+        TRAINING,
+        CHUNKS | {"kda_edu chunk_kda, stored": stored_chunk_kda, "fla chunk_kda": fla_chunk_kda},
+        measure_training,
+    ),
     "sequence_length": (
         SEQUENCE_LENGTH,
         CHUNKS | {"kda_edu fused_recurrent_kda": fused_recurrent_kda},
@@ -202,7 +308,7 @@ def run(name, only=""):
     cases = [case for case in cases if only in case.name]
     for case, (impl, call) in itertools.product(cases, calls.items()):
         if impl == next(iter(calls)):
-            want = oracle(*inputs(case))
+            want = oracle(case, gradients=name == "training")
         try:
             made = dict(impl=impl) | measure_one(case, call, want)
         except Exception as error:  # a peer may fail in any way; the others still run
