@@ -123,6 +123,8 @@ def run_chapter(path, flips=SIGNS):
     Returns (number of formula cells, results). Raises RuntimeError where the chapter fails.
     """
     cells = jupytext.read(path).cells
+    if torch := sys.modules.get("torch"):
+        torch.set_default_dtype(torch.float32)  # whatever the last chapter left
     namespace = {"__name__": "__main__", "display": lambda *_, **__: None}
     results, formulas = [], 0
     for place, cell in enumerate(cells):
@@ -176,6 +178,7 @@ def prepare(paths):
     """One CPU thread, no GPU, no windows: a process that can fork."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MPLBACKEND"] = "Agg"
     sys.path.insert(0, str(ROOT))
     if any("kda_edu" in path.read_text() for path in paths):

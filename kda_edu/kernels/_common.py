@@ -162,6 +162,16 @@ def softplus(x, beta, threshold):
 
 
 @triton.jit
+def gate_rate(A_log, i_h):
+    """exp(A_log) of a head, 1 without A_log. Finite, so that it times a softplus of 0 is 0."""
+    if A_log is None:
+        rate = 1.0
+    else:
+        rate = tl.minimum(tl.exp(tl.load(A_log + i_h).to(tl.float32)), 1e37)
+    return rate
+
+
+@triton.jit
 def log_decay(x, rate, lower_bound, beta, threshold, USE_LOWER_BOUND: tl.constexpr):
     """Natural log of the decay from the gate input x (dt_bias already added), rate = exp(A_log).
 

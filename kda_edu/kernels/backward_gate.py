@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import key_tile, locate_chunk, log_decay, on_device_of_first_argument
+from ._common import gate_rate, key_tile, locate_chunk, log_decay, on_device_of_first_argument
 from .intra import BLOCK
 
 
@@ -69,12 +69,12 @@ def chunk_kda_bwd_gate_kernel(
     b_dg += tl.sum(b_end, axis=0)[None, :]
     if USE_GATE:
         b_y = tl.load(x + offsets, mask=m_tk, other=0.0).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32)) if USE_A_LOG else 1.0
+        rate = gate_rate(A_log, i_h)
         if USE_BIAS:
             b_y += tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
         if USE_LOWER_BOUND:
             b_s = tl.sigmoid(rate * b_y)
-            b_slope = lower_bound * rate * b_s * tl.sigmoid(-rate * b_y)
+            b_slope = rate * (b_s * tl.sigmoid(-rate * b_y)) * lower_bound
             b_by_A = b_y * b_slope
         else:
             b_slope = -rate * tl.where(b_y > 20.0, 1.0, tl.sigmoid(b_y))

@@ -13,6 +13,7 @@ import triton.language as tl
 from ._autotune import autotune
 from ._common import (
     RCP_LN2,
+    gate_rate,
     locate_chunk,
     log_decay,
     on_device_of_first_argument,
@@ -53,7 +54,6 @@ def chunk_local_cumsum_kernel(
     # options
     PACKED: tl.constexpr,
     USE_GATE: tl.constexpr,
-    USE_A_LOG: tl.constexpr,
     USE_BIAS: tl.constexpr,
     USE_LOWER_BOUND: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -71,7 +71,7 @@ def chunk_local_cumsum_kernel(
 
     b_g = tl.load(g + offsets, mask=m_tk, other=0.0).to(tl.float32)  # [C, BK]
     if USE_GATE:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32)) if USE_A_LOG else 1.0
+        rate = gate_rate(A_log, i_h)
         if USE_BIAS:
             b_g += tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
         b_g = log_decay(b_g, rate, lower_bound, 1.0, 20.0, USE_LOWER_BOUND)
@@ -163,7 +163,6 @@ def _launch(g, chunk_size, cu_seqlens, layout, residual, gate=None):
             C=chunk_size,
             PACKED=layout.chunks is not None,
             USE_GATE=gate is not None,
-            USE_A_LOG=A_log is not None,
             USE_BIAS=dt_bias is not None,
             USE_LOWER_BOUND=gate_arguments["lower_bound"] is not None,
             RESIDUAL=residual,

@@ -14,12 +14,19 @@ from ._autotune import autotune
 from ._common import (
     as_rows,
     forward_only,
+    gate_rate,
     log_decay,
     next_power_of_2,
     on_device_of_first_argument,
     row_strides,
 )
-from .checks import KERNEL_DTYPES, check_floating, check_gate_parameters, check_lower_bound
+from .checks import (
+    KERNEL_DTYPES,
+    check_floating,
+    check_gate_parameters,
+    check_lower_bound,
+    check_softplus,
+)
 
 SOFTPLUS_BETA = 1.0
 SOFTPLUS_THRESHOLD = 20.0
@@ -64,10 +71,7 @@ def kda_gate_fwd_kernel(
     b_x = tl.load(p_x, mask=m_tk, other=0.0).to(tl.float32)  # [BT, BK]
     if dt_bias is not None:
         b_x += tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-    rate = 1.0
-    if A_log is not None:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    b_g = log_decay(b_x, rate, lower_bound, beta, threshold, USE_LOWER_BOUND)
+    b_g = log_decay(b_x, gate_rate(A_log, i_h), lower_bound, beta, threshold, USE_LOWER_BOUND)
 
     p_g = g + (o_t[:, None] * HV + i_h) * K + o_k[None, :]
     tl.store(p_g, b_g.to(g.dtype.element_ty), mask=m_tk)
@@ -145,12 +149,6 @@ def _check(g, A_log, dt_bias, lower_bound, beta, threshold, output_dtype):
     if lower_bound is not None:
         check_lower_bound(lower_bound)
     check_gate_parameters(*g.shape[-2:], g.device, A_log, dt_bias, lower_bound)
-    for name, number in (("beta", beta), ("threshold", threshold)):
-        if not isinstance(number, (int, float)):
-            raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-    if not 0 < beta < float("inf"):
-        raise ValueError(f"beta: expected a finite number > 0, got {beta}")
-    if not threshold >= 0:
-        raise ValueError(f"threshold: expected a number >= 0, got {threshold}")
+    check_softplus(beta, threshold)
     if output_dtype not in KERNEL_DTYPES:
         raise TypeError(f"output_dtype: expected one of {KERNEL_DTYPES}, got {output_dtype}")

@@ -20,6 +20,7 @@ from ._common import (
     as_rows,
     autocast,
     decay_factor,
+    gate_rate,
     log_decay,
     next_power_of_2,
     on_device_of_first_argument,
@@ -137,9 +138,7 @@ def fused_recurrent_kda_kernel(
         b_S += tl.load(initial_state + o_S, mask=m_S, other=0.0)
 
     if USE_GATE:
-        rate = 1.0
-        if A_log is not None:
-            rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+        rate = gate_rate(A_log, i_hv)
         b_bias = tl.zeros([BK], dtype=tl.float32)
         if dt_bias is not None:
             b_bias += tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kda_edu import kda_gate_fwd, reference
+from kda_edu import chunk_kda, fused_recurrent_kda, kda_gate_fwd, reference
 from kda_edu.kernels._common import as_rows
 from kda_edu.kernels.gate import kda_gate_fwd_kernel
 from kda_edu.teach.check import rms_error
@@ -242,3 +242,17 @@ def test_the_configurations_are_few_and_differ():
     configs = [(c.kwargs["BT"], c.num_warps) for c in kda_gate_fwd_kernel.every_config]
     assert 4 <= len(set(configs)) == len(configs) <= 8
     assert len(list(itertools.groupby(sorted(BT for BT, _ in configs)))) >= 3
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_a_rate_beyond_float32_is_no_nan(lower_bound, device):
+    """exp(95) overflows; times a softplus or an input of 0 it must still be 0."""
+    x = torch.tensor([-200.0, -20.0, 0.0, 3.0], device=device).expand(1, 3, 1, 4)
+    A_log = torch.tensor([95.0], device=device, requires_grad=True)
+    gate = dict(A_log=A_log, lower_bound=lower_bound)
+    g = kda_gate_fwd(x, **{**gate, "A_log": A_log.detach()})
+    assert bool((g <= 0).all()) and g[0, 0, 0, 0] == 0
+    for kda in (chunk_kda, fused_recurrent_kda):
+        o, _ = kda(x, x, x, x, x[..., 3].sigmoid(), use_gate_in_kernel=True, **gate)
+        (gradient,) = torch.autograd.grad(o.sum(), A_log)
+        assert bool(o.isfinite().all()) and bool(gradient.isfinite().all())
