@@ -116,7 +116,7 @@ def test_extreme_parameters(device):
     """A rate beyond float32 is a full reset; a saturated sigmoid is exactly the bound, or 0."""
     x = torch.tensor([[[1.0, 30.0]]], device=device)
     g = kda_gate_fwd(x, torch.tensor([100.0], device=device))
-    assert bool((g == -math.inf).all())
+    assert bool((g < -1e30).all()) and not g.exp().any()
     x = torch.tensor([[[1e4, -1e4, 60.0, -200.0]]], device=device)
     g = kda_gate_fwd(x, torch.zeros(1, device=device), lower_bound=-5.0).flatten().tolist()
     assert g == [-5.0, 0.0, -5.0, 0.0]
