@@ -9,6 +9,7 @@ import itertools
 import torch
 
 from kda_edu.reference import recurrent_kda
+from kda_edu.teach.check import rms_error
 from kda_edu.teach.inputs import make_inputs
 
 NAMES = ("q", "k", "v", "g", "beta")
@@ -36,6 +37,14 @@ def assert_same(got, want, names=("o", "final state")):
     """Bitwise equal."""
     for name, a, b in zip(names, got, want, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def assert_agree(got, want, names=("o", "final state")):
+    """Bitwise equal; on a GPU to rounding, since there the width of a load orders its sums."""
+    if not got[0].is_cuda:
+        return assert_same(got, want, names)
+    for name, a, b in zip(names, got, want, strict=True):
+        assert a.dtype == b.dtype and rms_error(a, b) < 1e-6, name
 
 
 def tokens(x, part):

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from cases import assert_same
+from cases import assert_agree, assert_same
 from chunk_cases import Spans
 
 from kda_edu import kda_gate_fwd, reference
@@ -147,7 +147,7 @@ def test_bf16_gates_are_widened_first(device):
     x, _ = sample(64, device, T=70)
     g = (-0.01 * torch.rand(x.g.shape, generator=torch.Generator().manual_seed(0))).to(bf16)
     g = g.to(device)
-    assert torch.equal(chunk_local_cumsum(g), chunk_local_cumsum(g.float()))
+    assert_agree([chunk_local_cumsum(g)], [chunk_local_cumsum(g.float())], ["G"])
     narrow = g.float().cpu().to(bf16).cumsum(1).float()
     assert (
         rms_error(narrow[:, :64] * math.log2(math.e), cumulated(g, Spans(1, 64, 64))[:, :64]) > 1e-3
