@@ -9,8 +9,8 @@ end of the chunk; what acts at the last row reaches them all. With the gate in t
 with y = x + dt_bias and rate = exp(A_log); dx = dy, and d dt_bias sums dy over the tokens. The sums
 over tokens are made per chunk here and added up afterwards, in a fixed order: no atomics.
 
-Grid: (tiles of K) x chunks x value heads. Reads 4 K (dG) + 2 K (gate input) and writes 2 K bytes
-per token and value head, and 4 K (2 C / 16 ... ) / C for the parts.
+Grid: (tiles of K) x chunks x value heads. Reads 4 K (dG) + K / 4 (its parts at the chunk's end)
++ 2 K (gate input), writes 2 K (dg) + 4 K / C (parts of d dt_bias) bytes per token and value head.
 """
 
 import torch
