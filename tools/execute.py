@@ -1,4 +1,4 @@
-"""Turn chapters/chNN_slug.md into an executed chapters/chNN_slug.ipynb.
+"""Turn chapters/NAME.md into an executed chapters/NAME.ipynb.
 
     python tools/execute.py                     every chapter
     python tools/execute.py chapters/ch02*.md   these chapters
@@ -130,10 +130,10 @@ def check(paths):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sources", nargs="*", type=Path, help="default: chapters/ch*.md")
+    parser.add_argument("sources", nargs="*", type=Path, help="default: chapters/*.md")
     parser.add_argument("--check", action="store_true", help="run nothing, only compare")
     args = parser.parse_args()
-    paths = args.sources or sorted((ROOT / "chapters").glob("ch*.md"))
+    paths = args.sources or sorted((ROOT / "chapters").glob("*.md"))
     if args.check:
         return check(paths) > 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same sums in the same order
