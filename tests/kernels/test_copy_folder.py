@@ -82,6 +82,26 @@ def test_a_copy_under_another_name_works_alone(tmp_path):
     assert done.stdout == "works\n", done.stderr
 
 
+def test_the_tests_can_be_pointed_at_a_copy(tmp_path):
+    """They pass on a faithful copy, and fail on one that was changed."""
+    copy = tmp_path / "delta_kernels"
+    shutil.copytree(FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    test = ROOT / "tests" / "kernels" / "test_l2norm.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    environment = os.environ | {"KDA_KERNELS": str(copy)}
+
+    def passes():
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return done.returncode == 0
+
+    assert passes()
+    file = copy / "l2norm.py"
+    file.write_text(file.read_text().replace("b_y = b_x * b_rstd", "b_y = b_x + b_rstd"))
+    assert not passes()
+    environment["KDA_KERNELS"] = str(tmp_path / "nowhere")
+    assert not passes()
+
+
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
