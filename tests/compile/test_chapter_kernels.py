@@ -174,6 +174,16 @@ def scan(kernel):
     kernel[(2, 2)](G, v, G, G, state, h, v, state, 38, HV=2, K=20, V=24, C=32, BK=32, BV=16)
 
 
+def packed_scan(kernel):
+    """In float32 and in bfloat16; the table as `chunk_table` makes it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        w, u = torch.zeros(1, 38, 2, 20, dtype=dtype), torch.zeros(1, 38, 2, 24, dtype=dtype)
+        table, offsets = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+        states, h = f32(3, 2, 20, 24), f32(4, 2, 24, 20)
+        tensors = (w, u, w, f32(1, 38, 2, 20), states, table, offsets, h, f32(1, 38, 2, 24), states)
+        kernel[(2, 6)](*tensors, HV=2, K=20, V=24, C=16, BK=32, BV=16)
+
+
 def output_of_one_chunk(kernel):
     rows, v = f32(6, 20), f32(6, 24)
     kernel[(1,)](rows, v, rows, f32(6, 32), f32(20, 24), v, 6, 0.3, K=20, V=24, C=32, BK=32, BV=32)
@@ -239,6 +249,7 @@ CASES = {
         "output_block_kernel": output_of_one_chunk,
         "output_kernel": outputs,
     },
+    "ch13_real_inputs": {"packed_state_kernel": packed_scan},
 }
 
 
