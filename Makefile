@@ -15,7 +15,7 @@ LOCK_PYTHON = 3.11
 
 PY = $(VENV)/bin/python
 READY = $(VENV)/.kda_edu_ready
-EXTRAS = notebook,book,test
+EXTRAS = notebook,book,test,train
 HTML = book/_build/html
 RUN_NBVAL = --nbval-current-env --nbval-sanitize-with=tools/nbval.cfg --nbval-cell-timeout=300
 

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = ("notebook", "book", "test")  # what `make setup` installs
+EXTRAS = ("notebook", "book", "test", "train")  # what `make setup` installs
 PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORMS = {"linux": "Linux", "darwin": "Darwin"}
 
