@@ -55,10 +55,10 @@ def chunk_kda(
             g = lower_bound sigmoid(exp(A_log) (g + dt_bias)).
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta); with `allow_neg_eigval` twice that.
         safe_gate: accepted for compatibility, and with `use_gate_in_kernel` checks that
-            -5 <= lower_bound < 0. Nothing has to be promised: every gate is right, and the fast
-            path is chosen per 16 tokens by the gates themselves.
+            -5 <= lower_bound < 0. Nothing has to be promised: every gate is right, and such a
+            bound alone selects the faster products.
         disable_recompute: keep what the sweep over the chunks made for the backward (about
-            2.8 KB per token and value head at K = V = 128 in bf16) instead of making it anew.
+            2 KB per token and value head at K = V = 128 in bf16) instead of making it anew.
         return_intermediate_states: also return the state before each chunk; inference only.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: int32 or int64 [N + 1] on the GPU: sequences packed along T; needs B = 1. Its

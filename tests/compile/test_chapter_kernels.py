@@ -184,6 +184,19 @@ def packed_scan(kernel):
         kernel[(2, 6)](*tensors, HV=2, K=20, V=24, C=16, BK=32, BV=16)
 
 
+def reverse_of_one_head(kernel):
+    k, v, state = f32(38, 20), f32(38, 24), f32(20, 24)
+    sizes = dict(K=20, V=24, C=32, BK=32, BV=16)
+    kernel[(2,)](k, k, k, v, k, f32(38, 32), state, v, state, 38, **sizes)
+
+
+def reverse(kernel):
+    _, G, _, A, v = chunks()
+    state, h = f32(1, 2, 20, 24), f32(1, 2, 2, 24, 20)
+    sizes = dict(HV=2, K=20, V=24, C=32, BK=32, BV=16)
+    kernel[(2, 2)](G, G, G, v, G, A, state, h, v, state, 38, **sizes)
+
+
 def output_of_one_chunk(kernel):
     rows, v = f32(6, 20), f32(6, 24)
     kernel[(1,)](rows, v, rows, f32(6, 32), f32(20, 24), v, 6, 0.3, K=20, V=24, C=32, BK=32, BV=32)
@@ -248,6 +261,10 @@ CASES = {
         "state_kernel": scan,
         "output_block_kernel": output_of_one_chunk,
         "output_kernel": outputs,
+    },
+    "ch12_backward": {
+        "reverse_tile_kernel": reverse_of_one_head,
+        "reverse_kernel": reverse,
     },
     "ch13_real_inputs": {"packed_state_kernel": packed_scan},
 }
