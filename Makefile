@@ -97,7 +97,7 @@ mutate: setup ## flip every sign in the chapters' formulas; each flip must make 
 lock: ## choose constraints.txt anew from tools/pins.txt (needs uv)
 	uv pip compile --quiet --universal --python-version $(LOCK_PYTHON) --upgrade \
 	  --no-annotate --no-header --no-emit-index-url \
-	  $(foreach extra,notebook book test,--extra $(extra)) \
+	  $(foreach extra,notebook book test train,--extra $(extra)) \
 	  -c tools/pins.txt -o constraints.txt pyproject.toml
 	@sed -i.bak '1i\
 	# The exact set that is tested, for Python 3.11 to 3.13. Made by: make lock' constraints.txt
