@@ -12,10 +12,16 @@ sequence. Chapter 16 of the book derives it.
     count_bytes            what a rank sends, counted at each call of a collective
 """
 
+from .. import kernels
 from .collectives import BytesSent, count_bytes
 from .halo import convolution_state, tokens_before
 from .kda import context_parallel_kda
 from .pieces import Piece, find_piece, split_lengths, split_sequence
+
+if kernels._missing is None:  # with Triton: lets `kda_edu.chunk_kda` take `cp_group`
+    from ..kernels import chunk
+
+    chunk.context_parallel = context_parallel_kda
 
 __all__ = [
     "BytesSent",

@@ -12,6 +12,9 @@ from .checks import check_flags, check_kda
 from .forward import chunk_kda_fwd
 from .sequences import chunk_layout
 
+# Set by the package's part for several GPUs, where there is one: this folder imports itself alone.
+context_parallel = None
+
 
 def chunk_kda(
     q,
@@ -37,6 +40,7 @@ def chunk_kda(
     A_log=None,
     dt_bias=None,
     chunk_size=64,
+    cp_group=None,
 ):
     """Kimi Delta Attention (arXiv 2510.26692), in chunks of `chunk_size` tokens.
 
@@ -66,6 +70,8 @@ def chunk_kda(
         cu_seqlens_cpu: a copy on the CPU; its values are checked, and spare an upper bound.
         A_log, dt_bias: gate parameters, HV and HV * K numbers.
         chunk_size: 16, 32 or 64.
+        cp_group: a ProcessGroup or 1-D DeviceMesh over whose ranks the tokens are split, see
+            `kda_edu.distributed.context_parallel_kda`, which has to be imported first.
 
     Returns:
         (o, final_state), o [B, T, HV, V] in v's dtype, final_state None unless asked for; with
@@ -80,6 +86,35 @@ def chunk_kda(
     Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state; gradients come in each
     input's dtype, the same bits on every run.
     """
+    if cp_group is not None:
+        if context_parallel is None:
+            raise ImportError("cp_group: expected `import kda_edu.distributed` before the call")
+        if return_intermediate_states:
+            raise ValueError("return_intermediate_states: expected False with cp_group, got True")
+        return context_parallel(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            group=cp_group,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            scale=scale,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            safe_gate=safe_gate,
+            lower_bound=lower_bound,
+            disable_recompute=disable_recompute,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            chunk_size=chunk_size,
+        )
     q, k, v = autocast(q, k, v)
     shapes = check_kda(
         q,
