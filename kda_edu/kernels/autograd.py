@@ -135,6 +135,8 @@ def chunk_kda_bwd_op(
     """Gradients of the first eight; empty where there is no such input. saved: as returned."""
     scores, sweep = saved[: len(Scores._fields)], saved[len(Scores._fields) :]
     stored = sweep[0].dim() == 4
+    if d_final_state is not None and d_final_state.numel() == 0:  # of a state that was not made
+        d_final_state = None
     gradients = chunk_kda_bwd(
         q,
         k,
@@ -184,7 +186,8 @@ def _keep(ctx, inputs, output):
 
 
 def _differentiate(ctx, do, d_final_state, *_):
-    tensors, saved = ctx.saved_tensors[: len(_TENSORS)], ctx.saved_tensors[len(_TENSORS) :]
+    kept = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+    tensors, saved = kept[: len(_TENSORS)], kept[len(_TENSORS) :]
     gradients = chunk_kda_bwd_op(*tensors, do, d_final_state, list(saved), **ctx.options)
     return only_of_tensors(tensors, gradients) + (None,) * (len(_NAMES) - len(gradients))
 

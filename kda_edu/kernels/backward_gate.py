@@ -72,15 +72,17 @@ def chunk_kda_bwd_gate_kernel(
         rate = gate_rate(A_log, i_h)
         if USE_BIAS:
             b_y += tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+        b_g = log_decay(b_y, rate, lower_bound, 1.0, 20.0, USE_LOWER_BOUND)
+        # there the decay is 0 in float32: what arrives is round-off, and the gate may be infinite
+        b_dg = tl.where(b_g < -88.0, 0.0, b_dg)
         if USE_LOWER_BOUND:
             b_s = tl.sigmoid(rate * b_y)
             b_slope = rate * (b_s * tl.sigmoid(-rate * b_y)) * lower_bound
             b_by_A = b_y * b_slope
         else:
             b_slope = -rate * tl.where(b_y > 20.0, 1.0, tl.sigmoid(b_y))
-            b_by_A = log_decay(b_y, rate, lower_bound, 1.0, 20.0, USE_LOWER_BOUND)
+            b_by_A = b_g
         if USE_A_LOG:
-            # where nothing flows the gate may be infinite
             b_by_A = tl.where(m_tk & (b_dg != 0.0), b_by_A * b_dg, 0.0)
             tl.store(dA_log + part * tl.num_programs(1) + i_k, tl.sum(b_by_A))
         b_dg = tl.where(m_tk & (b_dg != 0.0), b_dg * b_slope, 0.0)
@@ -112,11 +114,12 @@ def chunk_kda_bwd_gate(
     BK = min(key_tile(K), 64)
     tiles = triton.cdiv(K, BK)
     parts = layout.rows * layout.NT
+    make = torch.empty if dg.numel() > 0 else torch.zeros
     dA_log = d_bias = None
     if A_log is not None:
-        dA_log = torch.empty(parts, HV, tiles, dtype=torch.float32, device=g.device)
+        dA_log = make(parts, HV, tiles, dtype=torch.float32, device=g.device)
     if dt_bias is not None:
-        d_bias = torch.empty(parts, HV * K, dtype=torch.float32, device=g.device)
+        d_bias = make(parts, HV * K, dtype=torch.float32, device=g.device)
     if dg.numel() > 0:
         chunk_kda_bwd_gate_kernel[(layout.programs(HV), tiles)](
             dG,

@@ -176,9 +176,11 @@ def check_cu_seqlens(cu_seqlens, B, T, device, cu_seqlens_cpu=None) -> int:
     """Check cumulative sequence lengths [N + 1] and return N.
 
     The values are checked when they can be read without waiting for a GPU: when `cu_seqlens` is on
-    the CPU, or through its copy `cu_seqlens_cpu`. Values that cannot be read are the caller's
-    promise: start at 0, never decrease, end at T.
+    the CPU, or through its copy `cu_seqlens_cpu`; but not while `torch.compile` traces, where there
+    are none. Values that cannot be read are the caller's promise: start at 0, never decrease, end
+    at T.
     """
+    readable = not torch.compiler.is_compiling()
     if B != 1:
         raise ValueError(
             f"cu_seqlens: expected B = 1 (packed sequences lie end to end along T), got B = {B}"
@@ -194,9 +196,9 @@ def check_cu_seqlens(cu_seqlens, B, T, device, cu_seqlens_cpu=None) -> int:
             raise ValueError(f"{name}: expected device {place}, got {cu.device}")
         if cu.ndim != 1 or cu.numel() < 1:
             raise ValueError(f"{name}: expected shape (N + 1,), got {tuple(cu.shape)}")
-        if cu.device.type == "cpu":
+        if cu.device.type == "cpu" and readable:
             check_cu_values(name, cu.tolist(), T)
-    if cu_seqlens_cpu is not None:
+    if cu_seqlens_cpu is not None and readable:
         _check_copy(cu_seqlens_cpu, cu_seqlens)
     return cu_seqlens.numel() - 1
 
