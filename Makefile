@@ -5,6 +5,7 @@
 #   PIP_ARGS="--find-links DIR" handed to every pip call
 #   JOBS=8                      processes for the tests
 #   CHAPTERS=chapters/ch02*.md  what `make notebooks` runs
+#   CH=06                       the chapter that `make check` looks at
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,7 @@ INTERPRET = $(shell $(PY) -c "import torch; print(int(not torch.cuda.is_availabl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup book test notebooks bench mutate lock clean \
+.PHONY: help setup book test notebooks check pdf bench mutate lock clean \
 	lint test-python test-compile test-fresh test-notebooks test-book
 
 help: ## print these lines
@@ -64,7 +65,7 @@ lint: setup ## part 1 of test: ruff
 
 test-python: setup ## part 2 of test: pytest; kernels interpreted unless there is a GPU
 	TRITON_INTERPRET=$(INTERPRET) "$(PY)" -m pytest -q -n $(JOBS) tests --count-gpu-tests \
-	  --ignore=tests/compile --ignore=tests/test_book_pages.py
+	  --ignore=tests/compile --ignore-glob='tests/test_book_*.py'
 
 test-compile: setup ## part 3 of test: compile every kernel for GPUs that need not be here
 	@set -- tests/compile/test_*.py; if [ -e "$$1" ]; then set -x; \
@@ -82,10 +83,16 @@ test-notebooks: setup ## part 5 of test: run the notebooks, compare outputs (not
 
 test-book: setup ## open every page of the built book in headless Chromium
 	@[ -e $(HTML)/index.html ] || { echo "No built book. Run make book first."; exit 1; }
-	"$(PY)" -m pytest -q -rs -n $(JOBS) tests/test_book_pages.py
+	"$(PY)" -m pytest -q -rs -n $(JOBS) tests/test_book_*.py
 
 notebooks: setup ## execute the chapters' sources into the notebooks that are committed
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 "$(PY)" tools/execute.py $(CHAPTERS)
+
+check: setup ## check your answers to a chapter's exercises: make check CH=06
+	@TRITON_INTERPRET=$(INTERPRET) "$(PY)" tools/check_chapter.py $(CH)
+
+pdf: setup ## the book as book/_build/kda_edu.pdf; needs xelatex and latexmk
+	@"$(PY)" tools/build_pdf.py
 
 bench: setup ## time the kernels, and peers, on this machine's GPU; writes benchmarks/results
 	"$(PY)" -m pip install -q $(PIP_ARGS) -c constraints.txt -e ".[bench]"

@@ -3,6 +3,7 @@
     python -m kda_edu.train                          on the help texts that every Python carries
     python -m kda_edu.train book.txt src/ --steps 2000 --out run
     python -m kda_edu.train --resume --out run       go on from the last checkpoint
+    torchrun --nproc-per-node 2 -m kda_edu.train --context-parallel 2      each sequence on 2 ranks
 
 Progress goes to the terminal, every loss to OUT/log.jsonl, the model to OUT/checkpoint.pt, which is
 written to a new file first and then moved into place. Ctrl-C and SIGTERM save before they end. The
@@ -106,28 +107,54 @@ def make_optimiser(model, settings):
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
 
 
-def train_step(model, optimiser, tokens, settings, step):
+class Alone:
+    """One process: what `kda_edu.distributed.training.Ranks` does for several."""
+
+    first = True
+
+    def loss(self, model, tokens):
+        return model.loss(tokens)
+
+    def sum(self, share):
+        return share
+
+    def sum_gradients(self, model):
+        pass
+
+    def any(self, flag):
+        return flag
+
+    def close(self):
+        pass
+
+
+ALONE = Alone()
+
+
+def train_step(model, optimiser, tokens, settings, step, ranks=ALONE):
     """One update; returns the loss before it. bfloat16 products on a GPU, float32 weights."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate(settings, step)
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
-        loss = model.loss(tokens)
+        loss = ranks.loss(model, tokens)
     optimiser.zero_grad(set_to_none=True)
     loss.backward()
+    ranks.sum_gradients(model)
     torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
     optimiser.step()
-    return loss.item()
+    return ranks.sum(loss).item()
 
 
 @torch.no_grad()
-def validate(model, text, settings, device):
+def validate(model, text, settings, device, ranks=ALONE):
     """Mean loss over windows spread evenly over the held-out text, in nats per byte."""
     count = settings.batch * settings.eval_batches
     start = torch.linspace(0, len(text) - settings.length - 1, count).long()
     windows = text[start[:, None] + torch.arange(settings.length + 1)].long()
     model.eval()
     with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
-        losses = [model.loss(part.to(device)).item() for part in windows.split(settings.batch)]
+        parts = (part.to(device) for part in windows.split(settings.batch))
+        losses = [ranks.sum(ranks.loss(model, part)).item() for part in parts]
     model.train()
     return sum(losses) / len(losses)
 
@@ -155,15 +182,16 @@ class Run:
             os.fsync(file.fileno())
         os.replace(new, self.checkpoint)
 
-    def load(self, device):
-        """The last checkpoint; the log is cut back to it, so that no step stands there twice."""
+    def load(self, device, cut=True):
+        """The last checkpoint; `cut` the log back to it, so that no step stands there twice."""
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"--resume: expected a checkpoint, found no {self.checkpoint}")
         state = torch.load(self.checkpoint, map_location=device, weights_only=True)
-        kept = [line for line in self.read_log() if line["step"] <= state["step"]]
-        new = self.log.with_suffix(".new")
-        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(new, self.log)
+        if cut:
+            kept = [line for line in self.read_log() if line["step"] <= state["step"]]
+            new = self.log.with_suffix(".new")
+            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(new, self.log)
         return state
 
     def read_log(self):
@@ -195,7 +223,10 @@ class Interruption:
         self.asked = True
 
 
-def train(model, optimiser, parts, settings, run, device, start=0, stop=lambda: False, bar=None):
+def train(
+    model, optimiser, parts, settings, run, device,
+    start=0, ranks=ALONE, stop=lambda: False, bar=None,
+):  # fmt: skip
     """Train from step `start`; returns the number of steps done. `stop()` ends it early.
 
     parts: (training text, validation text). bar: a progress bar with update and set_postfix.
@@ -204,23 +235,24 @@ def train(model, optimiser, parts, settings, run, device, start=0, stop=lambda: 
     model.train()
     step = start
     for step in range(start, settings.steps):
-        if stop():
+        if ranks.any(stop()):
             break
-        loss = train_step(
-            model, optimiser, batch_of(text, settings, step).to(device), settings, step
-        )
+        tokens = batch_of(text, settings, step).to(device)
+        loss = train_step(model, optimiser, tokens, settings, step, ranks)
         done, line = step + 1, dict(step=step + 1, loss=loss)
         if done % settings.eval_every == 0 or done == settings.steps:
-            line["validation"] = validate(model, held_out, settings, device)
-        run.write(**line)
+            line["validation"] = validate(model, held_out, settings, device, ranks)
+        if ranks.first:
+            run.write(**line)
         if bar is not None:
             bar.update()
             bar.set_postfix({name: f"{x:.3f}" for name, x in line.items() if name != "step"})
-        if done % settings.save_every == 0:
+        if done % settings.save_every == 0 and ranks.first:
             run.save(model, optimiser, settings, done)
     else:
         step = settings.steps
-    run.save(model, optimiser, settings, step)
+    if ranks.first:
+        run.save(model, optimiser, settings, step)
     return step
 
 
@@ -238,15 +270,23 @@ def parse(arguments=None):
     for name in ("layers", "heads", "head-dim", "hidden-size"):
         parser.add_argument(f"--{name}", type=int, help="size of the model")
     parser.add_argument("--softmax-every", type=int, help="softmax attention every so many layers")
+    parser.add_argument(
+        "--context-parallel", type=int, metavar="N", help="split sequences over N ranks of torchrun"
+    )
     return parser, parser.parse_args(arguments)
 
 
 def prepare(a):
-    """(model, optimiser, settings, first step, run, device) from parsed arguments."""
+    """(model, optimiser, settings, first step, run, device, ranks) from parsed arguments."""
     device = torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: expected cpu, since there is no CUDA GPU here, got cuda")
-    run = Run(a.out)
+    run, ranks = Run(a.out), ALONE
+    if a.context_parallel is not None:
+        from .distributed.training import Ranks
+
+        ranks = Ranks(a.context_parallel, device.type)
+        device = ranks.device
     given = {f.name: getattr(a, f.name) for f in dataclasses.fields(Settings)}
     given = {name: value for name, value in given.items() if value is not None}
     sizes = dict(
@@ -260,23 +300,24 @@ def prepare(a):
     if a.resume:
         if sizes:
             raise ValueError(f"--resume: the model's sizes are the checkpoint's, got {sizes}")
-        state = run.load(device)
+        state = run.load(device, cut=ranks.first)
         settings = Settings(**state["settings"] | given)
         model = KDAForCausalLM(KDAConfig(**state["config"])).to(device)
         model.load_state_dict(state["model"])
         optimiser = make_optimiser(model, settings)
         optimiser.load_state_dict(state["optimiser"])
-        return model, optimiser, settings, state["step"], run, device
-    if run.checkpoint.exists():
+        return model, optimiser, settings, state["step"], run, device, ranks
+    if ranks.any(run.checkpoint.exists()):
         raise ValueError(
             f"--out: expected a folder without a checkpoint, got {a.out}; --resume goes on from it"
         )
     settings = Settings(**given)
     torch.manual_seed(settings.seed)
     model = KDAForCausalLM(KDAConfig(**sizes)).to(device)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.log.write_text("")
-    return model, make_optimiser(model, settings), settings, 0, run, device
+    if ranks.first:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run.log.write_text("")
+    return model, make_optimiser(model, settings), settings, 0, run, device, ranks
 
 
 def main(arguments=None):
@@ -287,22 +328,28 @@ def main(arguments=None):
         parser.exit(2, "training needs tqdm: pip install tqdm, or kda_edu[train]\n")
     try:
         text = read_text(a.files)
-        model, optimiser, settings, start, run, device = prepare(a)
+        model, optimiser, settings, start, run, device, ranks = prepare(a)
         parts = split(text, settings.length)
     except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     count = sum(p.numel() for p in model.parameters())
-    print(f"{len(text)} bytes of text, {count} parameters, on {device}")
     interruption, began = Interruption(), time.monotonic()
-    with tqdm(total=settings.steps, initial=start, unit="step", disable=None) as bar:
+    if ranks.first:
+        print(f"{len(text)} bytes of text, {count} parameters, on {device}")
+    hidden = None if ranks.first else True  # None: shown where there is a terminal
+    with tqdm(total=settings.steps, initial=start, unit="step", disable=hidden) as bar:
+        stop = lambda: interruption.asked  # noqa: E731
         step = train(
-            model, optimiser, parts, settings, run, device, start, lambda: interruption.asked, bar
+            model, optimiser, parts, settings, run, device, start, ranks, stop=stop, bar=bar
         )
+    ranks.close()
+    if not ranks.first:
+        return INTERRUPTED if step < settings.steps else FINE
     print(f"step {step}, {time.monotonic() - began:.0f} s, saved in {run.checkpoint}")
     last = [line["validation"] for line in run.read_log() if "validation" in line]
     if last:
         print(f"validation loss {last[-1]:.3f} nats per byte")
-    return INTERRUPTED if interruption.asked else FINE
+    return INTERRUPTED if step < settings.steps else FINE
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import kernels, reference
+from ..distributed import context_parallel_kda, convolution_state
 from .convolution import ShortConvolution
 from .norm import GatedRMSNorm
 
@@ -94,6 +95,8 @@ class KimiDeltaAttention(nn.Module):
         use_cache=False,
         output_attentions=False,
         cu_seqlens=None,
+        cp_group=None,
+        cp_lengths=None,
     ):
         """(output [B, T, hidden_size], None, past_key_values), as fla's layer returns them.
 
@@ -101,15 +104,24 @@ class KimiDeltaAttention(nn.Module):
             columns. A padded token changes nothing, and its output is 0.
         past_key_values: a `Cache`, read if it holds this layer, and updated with `use_cache`.
         cu_seqlens: int32 or int64 [N + 1], sequences packed along T; needs B = 1.
+        cp_group: a ProcessGroup or 1-D DeviceMesh: hidden_states is this rank's piece of sequences
+            that are split over it, see `kda_edu.distributed`. cu_seqlens is then of the whole
+            batch. cp_lengths: tokens on each rank, if known; it saves an exchange.
         """
         _check_input(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
+        if cp_group is not None and (attention_mask is not None or past_key_values is not None):
+            raise ValueError(
+                "cp_group: expected neither attention_mask nor past_key_values beside it; pack "
+                "sequences with cu_seqlens instead"
+            )
+        split = dict(group=cp_group, lengths=cp_lengths) if cp_group is not None else None
         B, T, _ = hidden_states.shape
         x, kept = hidden_states, None
         if attention_mask is not None:
             mask = attention_mask[:, attention_mask.shape[1] - T :]
             x, kept, cu_seqlens = _without_padding(x, mask)
         past = past_key_values.get(self.layer_idx) if past_key_values is not None else None
-        q, k, v, windows = self._project(x, past, cu_seqlens)
+        q, k, v, windows = self._project(x, past, cu_seqlens, split)
         o, state = self._attend(
             q,
             k,
@@ -120,6 +132,7 @@ class KimiDeltaAttention(nn.Module):
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
             short=T <= RECURRENT_UP_TO and not self.training,
+            split=split,
         )
         if use_cache and past_key_values is not None:
             past_key_values.update(self.layer_idx, convolution=windows, state=state)
@@ -129,14 +142,18 @@ class KimiDeltaAttention(nn.Module):
             o = o.new_zeros(B * T, o.shape[-1]).index_copy(0, kept, o[0]).unflatten(0, (B, T))
         return o, None, past_key_values
 
-    def _project(self, x, past, cu_seqlens):
+    def _project(self, x, past, cu_seqlens, split):
         """q, k, v by head, and the last inputs of their convolutions."""
         made, windows = [], []
         before = past["convolution"] if past and self.use_short_conv else (None,) * 3
         for name, window in zip("qkv", before, strict=True):
             y = getattr(self, f"{name}_proj")(x)
             if self.use_short_conv:
-                y, window = getattr(self, f"{name}_conv1d")(y, window, cu_seqlens)
+                conv, cu = getattr(self, f"{name}_conv1d"), cu_seqlens
+                if split is not None:
+                    before = conv.kernel_size[0] - 1
+                    window, cu = convolution_state(y, before, cu_seqlens=cu_seqlens, **split)
+                y, window = conv(y, window, cu)
                 windows.append(window)
             else:
                 y = F.silu(y)
@@ -144,7 +161,7 @@ class KimiDeltaAttention(nn.Module):
             made.append(y.unflatten(-1, (-1, size)))
         return *made, tuple(windows)
 
-    def _attend(self, q, k, v, g, beta, *, short, **options):
+    def _attend(self, q, k, v, g, beta, *, short, split, **options):
         options |= dict(
             A_log=self.A_log,
             dt_bias=self.dt_bias,
@@ -154,6 +171,8 @@ class KimiDeltaAttention(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             lower_bound=self.lower_bound,
         )
+        if split is not None:
+            return context_parallel_kda(q, k, v, g, beta, **options, **split)
         if self.backend == "kernels" or (self.backend == "auto" and q.is_cuda):
             kda = kernels.fused_recurrent_kda if short else kernels.chunk_kda
             return kda(q, k, v, g, beta, **options)

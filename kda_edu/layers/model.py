@@ -122,8 +122,8 @@ class KDAForCausalLM(nn.Module):
     def forward(self, tokens, attention_mask=None, past_key_values=None, use_cache=False, **packed):
         """Logits [B, T, vocab_size] of the token after each of `tokens` [B, T].
 
-        attention_mask, past_key_values, use_cache as in `KimiDeltaAttention`; cu_seqlens too,
-        where no layer is softmax attention.
+        attention_mask, past_key_values, use_cache as in `KimiDeltaAttention`; cu_seqlens, cp_group
+        and cp_lengths too, where no layer is softmax attention.
         """
         self._check(tokens, packed)
         options = dict(attention_mask=attention_mask, past_key_values=past_key_values)
@@ -189,11 +189,12 @@ class KDAForCausalLM(nn.Module):
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
             got = getattr(tokens, "shape", type(tokens).__name__)
             raise ValueError(f"tokens: expected integers of shape [B, T], got {got}")
-        if packed.get("cu_seqlens") is not None and self.config.softmax_every:
-            raise ValueError(
-                "cu_seqlens: expected None where softmax_every > 0, since softmax attention here "
-                "does not take packed sequences"
-            )
+        for name, value in packed.items():
+            if value is not None and self.config.softmax_every:
+                raise ValueError(
+                    f"{name}: expected None where softmax_every > 0, since softmax attention here "
+                    "takes whole, unpacked sequences"
+                )
 
 
 def _initialise(module):

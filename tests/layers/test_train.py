@@ -187,3 +187,25 @@ def test_a_folder_with_a_run_is_not_overwritten(text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(text, "--out", out, "--steps", 1, *SIZES)
     assert "--out: expected a folder without a checkpoint" in capsys.readouterr().err
+
+
+def test_two_ranks_give_the_curve_of_one_and_one_goes_on_alone(text, tmp_path):
+    """A sequence split over two processes; the checkpoint does not know how many there were."""
+    options = ("--steps", 6, "--eval-every", 3, "--device", "cpu")
+    run(text, "--out", tmp_path / "one", *options[:4], *SIZES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    two = [*launch, "2", "-m", *command(text, "--out", tmp_path / "two", *options)[2:]]
+    done = subprocess.run(
+        [*two, "--context-parallel", "2"], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for a, b in zip(log_of(tmp_path / "one"), log_of(tmp_path / "two"), strict=True):
+        assert a.keys() == b.keys() and all(abs(a[n] - b[n]) < 1e-4 for n in a)
+    run(text, "--out", tmp_path / "two", "--resume", "--steps", 8)
+    assert [line["step"] for line in log_of(tmp_path / "two")] == list(range(1, 9))
+
+
+def test_ranks_that_torchrun_has_not_started_are_named(text, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(text, "--out", tmp_path / "run", "--context-parallel", 2)
+    assert "--context-parallel: expected 2 processes" in capsys.readouterr().err
