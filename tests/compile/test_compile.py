@@ -97,7 +97,29 @@ def chunk_fp32():
     chunk_kda(**x._asdict(), output_final_state=True, state_v_first=True)
 
 
+def with_gradients(x, **options):
+    """Forward and backward of `chunk_kda`, from losses on the output and on the final state."""
+    floats = (name for name, y in x.items() if torch.is_tensor(y) and y.is_floating_point())
+    leaves = x | {name: x[name].detach().requires_grad_() for name in list(floats)}
+    o, state = chunk_kda(**leaves, **options, output_final_state=True)
+    (o.float().sum() + state.sum()).backward()
+
+
+def backward_bf16():
+    """Packed, the unbounded gate, shared key heads; then many heads with the bounded gate."""
+    x = make_inputs(cu_seqlens=[0, 3, 80], H=2, HV=4, K=128, V=128, dtype=bf16)._asdict()
+    with_gradients(x, **all_in_kernel(4, 128))
+    x = make_inputs(B=1, T=70, H=64, K=128, V=128, dtype=bf16)._asdict()
+    with_gradients(x, **all_in_kernel(64, 128), lower_bound=-5.0)
+
+
+def backward_fp32():
+    with_gradients(make_inputs(B=1, T=70, H=1, K=64, V=64, dtype=fp32)._asdict())
+
+
 CASES = [
+    ("backward bf16", backward_bf16),
+    ("backward fp32", backward_fp32),
     ("chunk bf16", chunk_bf16),
     ("chunk fp32", chunk_fp32),
     ("recurrent bf16", recurrent_bf16),
@@ -109,7 +131,13 @@ CASES = [
 
 # Bytes per thread that a kernel may spill to memory: a few registers, unless it is named here.
 MAX_STACK = 64
-MAX_STACK_OF = {"scores_in_block_kernel": 512, "solve_tril_kda_kernel": 256}
+MAX_STACK_OF = {
+    "scores_in_block_kernel": 512,
+    "solve_tril_kda_kernel": 256,
+    "chunk_kda_bwd_dhu_kernel": 640,  # with tiles of 64 columns on an A100, and in float32
+    "chunk_kda_bwd_dA_kernel": 512,  # in float32 on an A100
+    "chunk_kda_bwd_dqk_kernel": 256,
+}
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -141,6 +169,15 @@ def chunk_fp32_of_32():
     chunk_kda(**x._asdict(), chunk_size=32)
 
 
+def backward_fp16_wide():
+    x = make_inputs(B=1, T=70, H=1, HV=2, K=256, V=256, dtype=torch.float16)._asdict()
+    with_gradients(x, **all_in_kernel(2, 256))
+
+
+def backward_fp32_wide():
+    with_gradients(make_inputs(B=1, T=70, H=1, HV=2, K=256, V=256, dtype=fp32)._asdict())
+
+
 # Each on the chips whose limits it comes closest to, with the bytes that it may spill. The spills
 # of float32 rows of 256 channels are known: three tf32 products hold three copies of an operand.
 EXTREMES = [
@@ -148,6 +185,8 @@ EXTREMES = [
     (chunk_fp16_wide, "gfx942", 2 * MAX_STACK),
     (chunk_fp32_wide, "sm_90", 1024),
     (chunk_fp32_of_32, "gfx942", MAX_STACK),
+    (backward_fp16_wide, "sm_80", 1280),  # a row of 256 channels, twice, and three sums of it
+    (backward_fp32_wide, "sm_90", 1664),
 ]
 
 
