@@ -3,6 +3,7 @@
     python benchmarks/run.py                     every record
     python benchmarks/run.py forward decode      these records
     python benchmarks/run.py --cases T8192       cases whose name holds this text; writes nothing
+    python benchmarks/run.py --ranks 4           one sequence on 1, 2 and 4 GPUs of this host
 
 forward and training (forward and backward) compare with the peers, sequence_length the token loop
 with the chunks over T, decode is one token for each of B requests, in a CUDA graph that visits more
@@ -330,23 +331,34 @@ def main():
     parser.add_argument("--cases", default="", help="only cases whose name holds this text")
     parser.add_argument("--commit", help="what is measured, where this is no git checkout")
     parser.add_argument("--folder", help="where to write, default benchmarks/results")
+    parser.add_argument("--ranks", type=int, help="only context parallelism, on this many GPUs")
     arguments = parser.parse_args()
     if unknown := set(arguments.records) - set(RECORDS):
         parser.error(f"expected records among {', '.join(RECORDS)}, got {', '.join(unknown)}")
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/run.py: no CUDA GPU here. Times of a CPU say nothing.")
+    if arguments.ranks is not None:
+        import context_parallel
+
+        write("ranks", context_parallel.run(arguments.ranks), [], arguments)
+        return
     for name in arguments.records or RECORDS:
         rows, failures = run(name, arguments.cases)
         if not rows:
             print(f"{name}: no case holds {arguments.cases!r}, or all failed")
         if arguments.cases or not rows:
             continue
-        record = records.environment(name, arguments.commit) | dict(rows=rows, failures=failures)
-        try:
-            print("written:", records.write(record, arguments.folder))
-        except records.RecordError as error:
-            print(json.dumps(record))
-            raise SystemExit(f"not recorded: {error}") from None
+        write(name, rows, failures, arguments)
+
+
+def write(name, rows, failures, arguments):
+    """One record, into its file; printed instead where it is refused."""
+    record = records.environment(name, arguments.commit) | dict(rows=rows, failures=failures)
+    try:
+        print("written:", records.write(record, arguments.folder))
+    except records.RecordError as error:
+        print(json.dumps(record))
+        raise SystemExit(f"not recorded: {error}") from None
 
 
 if __name__ == "__main__":
