@@ -18,7 +18,7 @@ from kda_edu.distributed import (
     tokens_before,
 )
 from kda_edu.distributed.kda import _gradient_of_entering_state, _local_function, fold
-from kda_edu.layers.convolution import ShortConvolution
+from kda_edu.layers import KimiDeltaAttention, ShortConvolution
 from kda_edu.teach.check import rms_error
 from kda_edu.teach.inputs import make_inputs
 
@@ -218,6 +218,32 @@ def fsdp2(group):
     alone, split = layer_losses(wrap, group, [9, 0, 2, 13])
     pairs = zip(alone.named_parameters(), split.parameters(), strict=True)
     return {name: rms_error(4 * b.grad.full_tensor(), a.grad) for (name, a), b in pairs}
+
+
+@extra("the library's layer", budget=1e-5)
+def whole_layer(group):
+    """Its convolutions look across borders; once rectangular, once packed. Norms are float32."""
+    found = {}
+    for kind, cu in (("rows", None), ("packed", torch.tensor([0, 5, 5, 17, 24]))):
+        torch.manual_seed(6)
+        layer = KimiDeltaAttention(6, head_dim=4, num_heads=2, num_v_heads=4).double()
+        x = torch.randn(1 if cu is not None else 2, 24, 6, dtype=torch.float64)
+        o, _, _ = layer(x, cu_seqlens=cu)
+        w = weights(o, o.shape, 5)
+        (o * w).sum().backward()
+        want = {name: p.grad.clone() for name, p in layer.named_parameters()}
+        layer.zero_grad()
+        lengths = [9, 0, 2, 13]
+        x, w, o = (split_sequence(t, group, lengths=lengths) for t in (x, w, o.detach()))
+        got, _, _ = layer(x, cu_seqlens=cu, cp_group=group, cp_lengths=lengths)
+        (got * w).sum().backward()
+        if o.numel():
+            found[f"o, {kind}"] = rms_error(got.detach(), o)
+        for name, p in layer.named_parameters():
+            share = torch.zeros_like(p) if p.grad is None else p.grad  # a rank has no token
+            dist.all_reduce(share, group=group)
+            found[f"d {name}, {kind}"] = rms_error(share, want[name])
+    return found
 
 
 @extra("tensor parallelism over heads", budget=1e-12)

@@ -166,6 +166,15 @@ def test_any_split_gives_the_same():
     assert rms_error(got[1, 70:], layer(x[1:, 70:])[0][0]) < BUDGET
 
 
+def test_no_tokens():
+    layer, cache = make(), Cache()
+    o, _, _ = layer(sample(T=5), past_key_values=cache, use_cache=True)
+    assert layer(sample(T=0), past_key_values=cache, use_cache=True)[0].shape == (2, 0, 24)
+    again = layer(sample(T=3, seed=1), past_key_values=cache, use_cache=True)[0]
+    both = torch.cat([sample(T=5), sample(T=3, seed=1)], 1)
+    assert rms_error(torch.cat([o, again], 1), layer(both)[0]) < BUDGET
+
+
 def test_a_convolution_is_causal_and_by_channel():
     torch.manual_seed(0)
     conv, x = ShortConvolution(6, 4, bias=True), torch.randn(1, 12, 6)
