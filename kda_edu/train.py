@@ -12,6 +12,7 @@ data of a step depend on the seed and the step alone, so a resumed run gives the
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -44,6 +45,14 @@ class Settings:
     eval_every: int = 50
     eval_batches: int = 4
     save_every: int = 50
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "length", "eval_every", "eval_batches", "save_every"):
+            if getattr(self, name) < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag}: expected at least 1, got {getattr(self, name)}")
+        if not self.lr > 0:
+            raise ValueError(f"--lr: expected a number > 0, got {self.lr}")
 
 
 def read_text(paths):
@@ -162,8 +171,10 @@ def validate(model, text, settings, device, ranks=ALONE):
 class Run:
     """A folder with a checkpoint and a log."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, text=None):
+        """text: the bytes that are trained on; a run does not go on with others."""
         self.folder = Path(folder)
+        self.text = None if text is None else hashlib.sha256(text.numpy().tobytes()).hexdigest()
         self.checkpoint, self.log = self.folder / "checkpoint.pt", self.folder / "log.jsonl"
 
     def save(self, model, optimiser, settings, step):
@@ -174,6 +185,7 @@ class Run:
             optimiser=optimiser.state_dict(),
             settings=dataclasses.asdict(settings),
             step=step,
+            text=self.text,
         )
         new = self.checkpoint.with_suffix(".new")
         with open(new, "wb") as file:
@@ -182,17 +194,21 @@ class Run:
             os.fsync(file.fileno())
         os.replace(new, self.checkpoint)
 
-    def load(self, device, cut=True):
-        """The last checkpoint; `cut` the log back to it, so that no step stands there twice."""
+    def load(self, device):
+        """The last checkpoint, if it is of the same text."""
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"--resume: expected a checkpoint, found no {self.checkpoint}")
         state = torch.load(self.checkpoint, map_location=device, weights_only=True)
-        if cut:
-            kept = [line for line in self.read_log() if line["step"] <= state["step"]]
-            new = self.log.with_suffix(".new")
-            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(new, self.log)
+        if state["text"] != self.text:
+            raise ValueError("FILES: expected the text with which the run began, got another")
         return state
+
+    def cut_log(self, step):
+        """Drop what came after a step, so that no step stands there twice."""
+        kept = [line for line in self.read_log() if line["step"] <= step]
+        new = self.log.with_suffix(".new")
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(new, self.log)
 
     def read_log(self):
         """The lines of the log; a last line that was cut off is left out."""
@@ -276,12 +292,12 @@ def parse(arguments=None):
     return parser, parser.parse_args(arguments)
 
 
-def prepare(a):
+def prepare(a, text):
     """(model, optimiser, settings, first step, run, device, ranks) from parsed arguments."""
     device = torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: expected cpu, since there is no CUDA GPU here, got cuda")
-    run, ranks = Run(a.out), ALONE
+    run, ranks = Run(a.out, text), ALONE
     if a.context_parallel is not None:
         from .distributed.training import Ranks
 
@@ -300,8 +316,12 @@ def prepare(a):
     if a.resume:
         if sizes:
             raise ValueError(f"--resume: the model's sizes are the checkpoint's, got {sizes}")
-        state = run.load(device, cut=ranks.first)
+        state = run.load(device)
         settings = Settings(**state["settings"] | given)
+        if settings.steps < state["step"]:
+            raise ValueError(f"--steps: expected at least {state['step']}, got {settings.steps}")
+        if ranks.first:
+            run.cut_log(state["step"])
         model = KDAForCausalLM(KDAConfig(**state["config"])).to(device)
         model.load_state_dict(state["model"])
         optimiser = make_optimiser(model, settings)
@@ -328,7 +348,7 @@ def main(arguments=None):
         parser.exit(2, "training needs tqdm: pip install tqdm, or kda_edu[train]\n")
     try:
         text = read_text(a.files)
-        model, optimiser, settings, start, run, device, ranks = prepare(a)
+        model, optimiser, settings, start, run, device, ranks = prepare(a, text)
         parts = split(text, settings.length)
     except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")

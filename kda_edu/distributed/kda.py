@@ -41,6 +41,7 @@ def context_parallel_kda(
     cu_seqlens_cpu=None,
     lengths=None,
     check_ranks=True,
+    backend="auto",
     **options,
 ):
     """`chunk_kda` of sequences whose tokens lie on several ranks, in the order of the ranks.
@@ -62,6 +63,7 @@ def context_parallel_kda(
         lengths: T_r of every rank, if known. Unless `check_ranks` tells them, packed batches ask.
         check_ranks: first compare shapes, dtypes and options between ranks, with one small
             collective for which the host waits. Without it, ranks that differ hang or are wrong.
+        backend: "kernels", "reference", or "auto": as said above.
         options: of `chunk_kda`: scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
             lower_bound, safe_gate, use_beta_sigmoid_in_kernel, allow_neg_eigval, chunk_size,
             disable_recompute. The same on every rank.
@@ -85,7 +87,7 @@ def context_parallel_kda(
         RuntimeError: another rank has ended or is late; the message says what was being exchanged.
     """
     group = as_group(group)
-    local, (q, k, v) = _local_function(q, k, v)
+    local, (q, k, v) = _local_function(q, k, v, backend)
     tokens = q, k, v, g, beta
     cu_seqlens = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     sequences = dict(
@@ -262,14 +264,15 @@ def _gradient_of_entering_state(piece, d_o, d_ends, P, M):
         return torch.einsum("cthk,cthv->chkv", P, d_o) + M.mT @ d_ends[:rows]
 
 
-def _local_function(q, k, v):
+def _local_function(q, k, v, backend="auto"):
     """`chunk_kda` of the kernels where they run and take q, else that of the reference.
 
     With it q, k and v, for the kernels in the dtype of an enclosing autocast.
     """
     interpreted = kernels._missing is None and kernels.triton.knobs.runtime.interpret
     on_gpu = getattr(q, "is_cuda", False)
-    if not (on_gpu or interpreted) or getattr(q, "dtype", None) == torch.float64:
+    automatic = (on_gpu or interpreted) and getattr(q, "dtype", None) != torch.float64
+    if backend == "reference" or (backend == "auto" and not automatic):
         return reference.chunk_kda, (q, k, v)
     from ..kernels._common import autocast
 

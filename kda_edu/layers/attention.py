@@ -172,6 +172,11 @@ class KimiDeltaAttention(nn.Module):
             lower_bound=self.lower_bound,
         )
         if split is not None:
+            on_kernels = self.backend == "kernels" or (self.backend == "auto" and q.is_cuda)
+            if on_kernels:
+                split = split | dict(backend="kernels")
+            else:
+                split = split | dict(backend="reference", chunk_size=REFERENCE_CHUNK)
             return context_parallel_kda(q, k, v, g, beta, **options, **split)
         if self.backend == "kernels" or (self.backend == "auto" and q.is_cuda):
             kda = kernels.fused_recurrent_kda if short else kernels.chunk_kda

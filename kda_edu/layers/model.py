@@ -65,6 +65,11 @@ class SoftmaxAttention(nn.Module):
         if use_cache and past_key_values is not None:
             past_key_values.update(self.layer_idx, keys=k, values=v)
         S = k.shape[1]
+        if attention_mask is not None and attention_mask.shape[1] < S:
+            raise ValueError(
+                f"attention_mask: expected a column for each of the {S} tokens so far, "
+                f"got {attention_mask.shape[1]}"
+            )
         row = torch.arange(S - T, S, device=x.device)[:, None]
         visible = (torch.arange(S, device=x.device)[None] <= row)[None, None]  # [1, 1, T, S]
         if attention_mask is not None:

@@ -100,6 +100,13 @@ def test_a_saved_model_is_the_same_model(tmp_path):
         KDAForCausalLM.load(tmp_path / "none.pt")
 
 
+def test_a_mask_that_is_too_short_is_named():
+    model, cache = make(softmax_every=2), Cache()
+    model(prompt(), past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="attention_mask: expected a column for each of the 10"):
+        model(prompt()[:, :1], torch.ones(2, 1), cache, use_cache=True)
+
+
 @pytest.mark.parametrize(
     "call, error, words",
     [

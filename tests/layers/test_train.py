@@ -181,6 +181,22 @@ def test_bad_input(arguments, words, text, tmp_path, monkeypatch, capsys):
     assert re.search(words, capsys.readouterr().err)
 
 
+def test_a_run_goes_on_with_its_own_text_and_not_backwards(text, tmp_path, capsys):
+    out, other = tmp_path / "run", tmp_path / "other.txt"
+    other.write_text(text.read_text().replace("fox", "dog"))
+    run(text, "--out", out, "--steps", 4, *SIZES)
+    before = (out / "checkpoint.pt").read_bytes(), (out / "log.jsonl").read_text()
+    for arguments, words in (
+        ((other,), "FILES: expected the text with which the run began"),
+        ((text, "--steps", 3), "--steps: expected at least 4, got 3"),
+        ((text, "--eval-every", 0), "--eval-every: expected at least 1, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            run(*arguments, "--out", out, "--resume")
+        assert words in capsys.readouterr().err
+    assert ((out / "checkpoint.pt").read_bytes(), (out / "log.jsonl").read_text()) == before
+
+
 def test_a_folder_with_a_run_is_not_overwritten(text, tmp_path, capsys):
     out = tmp_path / "run"
     run(text, "--out", out, "--steps", 1, *SIZES)
