@@ -197,6 +197,19 @@ def decay_factor(log2_decay):
 
 
 @triton.jit
+def operand(x, PRECISION: tl.constexpr):
+    """A float32 factor of a product in tf32, rounded to the 10 bits that it reads.
+
+    The product itself would cut the other 13 off: twice the error, and all of one sign.
+    """
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 4096) & -8192).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)  # the bits of a NaN would carry into the sign
+    return x
+
+
+@triton.jit
 def locate_chunk(i_t, i_b, chunks, T, C: tl.constexpr, PACKED: tl.constexpr):
     """(first token on the flattened B * T axis as int64, number of tokens) of chunk i_t."""
     if PACKED:

@@ -11,10 +11,15 @@ k dk of that term, and that of y its negative: no further product is needed. Ter
 (the diagonal of A_qk, the last row of kg) are left out of it: where every gate is strong they
 would be the only large ones, and cancel.
 
+An entry of A adds to dG at its row what it takes away at its column, so a gate that lies before
+both must not feel it. What is added and taken away is therefore one number, made of the very
+operands of the products, after their rounding: the same reference row on both sides, and q 2^(..),
+k 2^(..) and dA as the products read them. Sums over all tokens, such as dA_log, depend on it.
+
 Each program owns 16 rows of a chunk, and goes over the value heads that share its key head, so dq
-and dk need no later sum. As in the forward, columns before the 16 rows use their first row as the
-reference, rows after them the first row that follows, and the 16 x 16 block itself squares of
-8, 4, 2, 1, or with BOUNDED its first row.
+and dk need no later sum. As in the forward, the reference of 16 rows and the columns before
+them is the first of the rows; the 16 x 16 block itself goes in squares of 8, 4, 2, 1, or with
+BOUNDED has its first row as the reference.
 
 Grid: blocks of 16 rows x chunks x key heads. Reads per token and value head, in bf16: 4 K (q, k)
 + 4 K (G) + 6 V (do, v', dr) + 8 C (dA) + 4 K V / C (h and its gradient; once per block, from L2),
@@ -31,6 +36,7 @@ from ._common import (
     key_tile,
     locate_chunk,
     on_device_of_first_argument,
+    operand,
     row_strides,
     write_strength,
 )
@@ -40,11 +46,20 @@ from .intra import BLOCK
 
 @triton.jit
 def load_unit_rows(p, p_rstd, o_r, stride, stride_rstd, m_r, m_k, L2NORM: tl.constexpr):
-    """Rows [BC, BK] of q or k in float32, normalised if asked for."""
+    """Rows [BM, BK] of q or k in float32, normalised if asked for."""
     b_x = tl.load(p + o_r[:, None] * stride, mask=m_r[:, None] & m_k, other=0.0).to(tl.float32)
     if L2NORM:
         b_x *= tl.load(p_rstd + o_r * stride_rstd, mask=m_r, other=0.0)[:, None]
     return b_x
+
+
+@triton.jit
+def load_strength(
+    p_beta, o_r, m_r, HV: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr
+):
+    """beta of the rows [BM, 1]."""
+    b_beta = tl.load(p_beta + o_r * HV, mask=m_r, other=0.0).to(tl.float32)
+    return write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)[:, None]
 
 
 @triton.jit
@@ -64,162 +79,141 @@ def decay_between(b_G, b_R, b_G0, b_R0, mask):
 
 
 @triton.jit
-def load_square(p, o_r, o_c, stride_r, stride_c, mask):
-    """A 16 x 16 block of dA, or of its transpose, by the strides of its rows and columns."""
-    return tl.load(p + o_r[:, None] * stride_r + o_c[None, :] * stride_c, mask=mask, other=0.0)
+def load_square(p, o_r, o_c, stride_A, mask, PRECISION: tl.constexpr):
+    """Entries of dA at rows o_r and columns o_c of the chunk, as operands."""
+    b_A = tl.load(p + o_r[:, None] * stride_A + o_c[None, :], mask=mask, other=0.0)
+    return operand(b_A, PRECISION)
 
 
 @triton.jit
-def through_the_state(
-    p_do, p_dr, p_v, p_h, p_dh, o_r, m_r, m_k, stride,
-    K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+def times_state(
+    p_x, p_S, o_r, m_r, stride,
+    K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """do S, dr S and v' dS [BC, BK], and sum_v S dS [BK].
-
-    S is the state before the chunk, dS the gradient of the one after it, both stored [V, K].
-    """
-    b_qs = tl.zeros([BC, BK], dtype=tl.float32)
-    b_rs = tl.zeros([BC, BK], dtype=tl.float32)
-    b_ks = tl.zeros([BC, BK], dtype=tl.float32)
-    b_ss = tl.zeros([BK], dtype=tl.float32)
+    """x S [BM, BK] of rows x of V channels and a state stored [V, K]."""
+    b_y = tl.zeros([BM, BK], dtype=tl.float32)
     o_k = tl.arange(0, BK)
-    dtype = p_h.dtype.element_ty
     for i_v in range(tl.cdiv(V, BV)):
         o_v = i_v * BV + tl.arange(0, BV)
+        m_vk = (o_v < V)[:, None] & (o_k < K)[None, :]
         m_rv = m_r[:, None] & (o_v < V)[None, :]
-        m_vk = (o_v < V)[:, None] & m_k
-        o_rv = o_r[:, None] * stride + o_v[None, :]
-        o_vk = o_v[:, None] * K + o_k[None, :]
-        b_h = tl.load(p_h + o_vk, mask=m_vk, other=0.0)  # [BV, BK]
-        b_dh = tl.load(p_dh + o_vk, mask=m_vk, other=0.0)  # [BV, BK]
-        b_do = tl.load(p_do + o_rv, mask=m_rv, other=0.0).to(dtype)  # [BC, BV]
-        b_dr = tl.load(p_dr + o_rv, mask=m_rv, other=0.0).to(dtype)  # [BC, BV]
-        b_v = tl.load(p_v + o_rv, mask=m_rv, other=0.0).to(dtype)  # [BC, BV]
-        b_qs += tl.dot(b_do, b_h, input_precision=PRECISION)
-        b_rs += tl.dot(b_dr, b_h, input_precision=PRECISION)
-        b_ks += tl.dot(b_v, b_dh, input_precision=PRECISION)
-        b_ss += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=0)
-    return b_qs, b_rs, b_ks, b_ss
+        b_S = tl.load(p_S + o_v[:, None] * K + o_k[None, :], mask=m_vk, other=0.0)  # [BV, BK]
+        b_x = tl.load(p_x + o_r[:, None] * stride + o_v[None, :], mask=m_rv, other=0.0)  # [BM, BV]
+        b_y += tl.dot(b_x.to(b_S.dtype), b_S, input_precision=PRECISION)
+    return b_y
 
 
 @triton.jit
-def columns_before(
-    p_k, p_kr, p_G, p_R, p_dqk, p_dkk, b_G, b_R, o_i, m_i, m_k, stride_k, stride_G, stride_A, i_c,
-    H: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-    RESIDUAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """sum_j dA[i, j] k_j 2^(G_i - G_j) over the columns before the block, of A_qk and A_kk.
-
-    The reference is the first row of the block.
-    """
-    o_c = tl.arange(0, BC)
-    b_G0, b_R0 = load_gate_rows(p_G, p_R, o_c * 0 + i_c * BC, stride_G, m_k, RESIDUAL)
-    b_qk = tl.zeros([BC, BK], dtype=tl.float32)
-    b_kk = tl.zeros([BC, BK], dtype=tl.float32)
-    for j in range(i_c):
-        o_j = j * BC + o_c
-        b_kj = load_unit_rows(p_k, p_kr, o_j, stride_k, H, o_j >= 0, m_k, L2NORM)
-        b_Gj, b_Rj = load_gate_rows(p_G, p_R, o_j, stride_G, m_k, RESIDUAL)
-        b_kj *= decay_between(b_G0, b_R0, b_Gj, b_Rj, m_k)
-        b_A = load_square(p_dqk, o_i, o_j, stride_A, 1, m_i[:, None])
-        b_qk += tl.dot(b_A, b_kj, input_precision=PRECISION)
-        b_A = load_square(p_dkk, o_i, o_j, stride_A, 1, m_i[:, None])
-        b_kk += tl.dot(b_A, b_kj, input_precision=PRECISION)
-    b_decay = decay_between(b_G, b_R, b_G0, b_R0, m_i[:, None] & m_k)
-    return b_qk * b_decay, b_kk * b_decay
+def states_product(p_h, p_dh, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """sum_v S dS [BK], of the state before the chunk and the gradient of the one after it."""
+    b_y = tl.zeros([BK], dtype=tl.float32)
+    o_k = tl.arange(0, BK)
+    for i_v in range(tl.cdiv(V, BV)):
+        o_v = i_v * BV + tl.arange(0, BV)
+        o_vk, m_vk = o_v[:, None] * K + o_k[None, :], (o_v < V)[:, None] & (o_k < K)[None, :]
+        b_h = tl.load(p_h + o_vk, mask=m_vk, other=0.0).to(tl.float32)  # [BV, BK]
+        b_dh = tl.load(p_dh + o_vk, mask=m_vk, other=0.0).to(tl.float32)  # [BV, BK]
+        b_y += tl.sum(b_h * b_dh, axis=0)
+    return b_y
 
 
 @triton.jit
-def rows_after(
-    p_q, p_k, p_qr, p_kr, p_G, p_R, p_beta, p_dqk, p_dkk, b_G, b_R, o_i, m_i, m_k,
-    stride_q, stride_k, stride_G, stride_A, i_c, count, scale,
-    H: tl.constexpr, HV: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-    RESIDUAL: tl.constexpr, L2NORM: tl.constexpr,
+def products_of_scores(
+    p_Aq, p_Ak, p_q, p_qr, p_k, p_kr, p_G, p_R, p_beta, b_G, b_R, b_dx, b_dy, b_dk, b_dG,
+    o_i, m_i, m_k, stride_q, stride_k, stride_G, stride_A, i_c, count, scale,
+    H: tl.constexpr, HV: tl.constexpr, NC: tl.constexpr, BM: tl.constexpr, LEVELS: tl.constexpr,
+    BOUNDED: tl.constexpr, RESIDUAL: tl.constexpr, L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sum_r (dA_qk[r, i] scale q_r + dA_kk[r, i] beta_r k_r) 2^(G_r - G_i) over the rows r after
-    the block. The reference is the first of them.
+    """Adds what the entries of A_qk and A_kk beside the diagonal give: sum_k x_i k_j 2^(G_i - G_j),
+    x = scale q or beta k. To dx and dy, the gradients of the rows x, to dk and to dG.
     """
-    o_c = tl.arange(0, BC)
-    o_next = o_c * 0 + tl.minimum(i_c * BC + BC, count - 1)
-    b_G0, b_R0 = load_gate_rows(p_G, p_R, o_next, stride_G, m_k, RESIDUAL)
-    b_sum = tl.zeros([BC, BK], dtype=tl.float32)
-    for i in range(i_c + 1, tl.cdiv(count, BC)):
-        o_r = i * BC + o_c
-        m_r = o_r < count
-        m_ir = m_i[:, None] & m_r[None, :]
-        b_Gr, b_Rr = load_gate_rows(p_G, p_R, o_r, stride_G, m_r[:, None] & m_k, RESIDUAL)
-        b_decay = decay_between(b_Gr, b_Rr, b_G0, b_R0, m_r[:, None] & m_k)
-        b_x = load_unit_rows(p_q, p_qr, o_r, stride_q, H, m_r, m_k, L2NORM) * (scale * b_decay)
-        b_A = load_square(p_dqk, o_i, o_r, 1, stride_A, m_ir)
-        b_sum += tl.dot(b_A, b_x, input_precision=PRECISION)
-        b_beta = tl.load(p_beta + o_r * HV, mask=m_r, other=0.0).to(tl.float32)
-        b_beta = write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)[:, None]
-        b_x = load_unit_rows(p_k, p_kr, o_r, stride_k, H, m_r, m_k, L2NORM) * (b_beta * b_decay)
-        b_A = load_square(p_dkk, o_i, o_r, 1, stride_A, m_ir)
-        b_sum += tl.dot(b_A, b_x, input_precision=PRECISION)
-    return b_sum * decay_between(b_G0, b_R0, b_G, b_R, m_i[:, None] & m_k)
-
-
-@triton.jit
-def one_square(
-    p_dqk, p_dkk, o_i, stride_A, m_sq, b_q, b_k, b_kb, b_row, b_col, PRECISION: tl.constexpr
-):
-    """Products of the entries of the diagonal block in m_sq, with factors of rows and columns.
-
-    Returns the gradients of q (scaled) and k (without beta) as rows, and of k as a column.
-    """
-    m_tr = tl.trans(m_sq)
-    b_x = b_k * b_col
-    b_A = load_square(p_dqk, o_i, o_i, stride_A, 1, m_sq)
-    b_qk = tl.dot(b_A, b_x, input_precision=PRECISION) * b_row
-    b_A = load_square(p_dkk, o_i, o_i, stride_A, 1, m_sq)
-    b_kk = tl.dot(b_A, b_x, input_precision=PRECISION) * b_row
-    b_A = load_square(p_dqk, o_i, o_i, 1, stride_A, m_tr)
-    b_sum = tl.dot(b_A, b_q * b_row, input_precision=PRECISION)
-    b_A = load_square(p_dkk, o_i, o_i, 1, stride_A, m_tr)
-    b_sum += tl.dot(b_A, b_kb * b_row, input_precision=PRECISION)
-    return b_qk, b_kk, b_sum * b_col
-
-
-@triton.jit
-def within_block(
-    p_G, p_R, p_dqk, p_dkk, b_q, b_k, b_kb, b_G, b_R, o_i, m_i, m_k, stride_G, stride_A, i_c, count,
-    BC: tl.constexpr, BOUNDED: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The block on the diagonal, its diagonal apart: as `one_square` returns it."""
-    o_c = tl.arange(0, BC)
+    o_c = tl.arange(0, BM)
     m_ik = m_i[:, None] & m_k
     m_ii = m_i[:, None] & m_i[None, :]
-    if BOUNDED:
-        b_G0, b_R0 = load_gate_rows(p_G, p_R, o_c * 0 + i_c * BC, stride_G, m_k, RESIDUAL)
+
+    # Entries of the block, in squares of 1, 2, ..., BM / 2 beside its diagonal, each with its first
+    # row as the reference: rows decay from it, columns to it. With BOUNDED the squares begin at 16,
+    # and nearer entries have the first of their 16 rows as the reference.
+    b_Aq = load_square(p_Aq, o_i, o_i, stride_A, m_ii, PRECISION)
+    b_Ak = load_square(p_Ak, o_i, o_i, stride_A, m_ii, PRECISION)
+    for level in range(3 if BOUNDED else 0, LEVELS):
+        near = BOUNDED and level == 3
+        half = o_c >> level
+        pair = half >> 1
+        m_row, m_col = (half % 2 == 1) | near, (half % 2 == 0) | near
+        o_ref = (pair << level + 1) + tl.where(near, 0, 1 << level)
+        o_ref = tl.minimum(i_c * BM + o_ref, count - 1)
+        b_G0, b_R0 = load_gate_rows(p_G, p_R, o_ref, stride_G, m_ik, RESIDUAL)
+        b_d = (b_G - b_G0) + (b_R - b_R0)
+        b_row = tl.exp2(tl.where(m_row[:, None] & m_ik, b_d, 0.0))
+        b_col = tl.exp2(tl.where(m_col[:, None] & m_ik, -b_d, 0.0))
+        m_sq = (half[:, None] > half[None, :]) | (near & (o_c[:, None] > o_c[None, :]))
+        m_sq = m_sq & (pair[:, None] == pair[None, :])
+        b_k = load_unit_rows(p_k, p_kr, o_i, stride_k, H, m_i, m_k, L2NORM)
+        b_kc = operand(b_k * b_col, PRECISION)
+        b_As = tl.where(m_sq, b_Aq, 0.0)
+        b_y = tl.dot(b_As, b_kc, input_precision=PRECISION)
+        b_dx += b_y * b_row
+        b_x = load_unit_rows(p_q, p_qr, o_i, stride_q, H, m_i, m_k, L2NORM) * scale
+        b_x = operand(b_x * b_row, PRECISION)
+        b_dG += b_x * b_y
+        b_z = tl.dot(tl.trans(b_As), b_x, input_precision=PRECISION)
+        b_As = tl.where(m_sq, b_Ak, 0.0)
+        b_y = tl.dot(b_As, b_kc, input_precision=PRECISION)
+        b_dy += b_y * b_row
+        b_x = b_k * load_strength(p_beta, o_i, m_i, HV, BETA_SIGMOID, NEG_EIGVAL)
+        b_x = operand(b_x * b_row, PRECISION)
+        b_dG += b_x * b_y
+        b_z += tl.dot(tl.trans(b_As), b_x, input_precision=PRECISION)
+        b_dk += b_z * b_col
+        b_dG -= b_kc * b_z
+
+    if NC > 1:
+        # columns before the block: the reference is its first row
+        b_G0, b_R0 = load_gate_rows(p_G, p_R, o_c * 0 + i_c * BM, stride_G, m_k, RESIDUAL)
+        b_y = tl.zeros(b_dx.shape, dtype=tl.float32)
+        b_z = tl.zeros(b_dx.shape, dtype=tl.float32)
+        for j in range(i_c):
+            o_j = j * BM + o_c
+            b_Gj, b_Rj = load_gate_rows(p_G, p_R, o_j, stride_G, m_k, RESIDUAL)
+            b_kj = load_unit_rows(p_k, p_kr, o_j, stride_k, H, o_j >= 0, m_k, L2NORM)
+            b_kj = operand(b_kj * decay_between(b_G0, b_R0, b_Gj, b_Rj, m_k), PRECISION)
+            b_A = load_square(p_Aq, o_i, o_j, stride_A, m_i[:, None], PRECISION)
+            b_y += tl.dot(b_A, b_kj, input_precision=PRECISION)
+            b_A = load_square(p_Ak, o_i, o_j, stride_A, m_i[:, None], PRECISION)
+            b_z += tl.dot(b_A, b_kj, input_precision=PRECISION)
         b_row = decay_between(b_G, b_R, b_G0, b_R0, m_ik)
-        b_col = decay_between(b_G0, b_R0, b_G, b_R, m_ik)
-        m_sq = m_ii & (o_c[:, None] > o_c[None, :])
-        b_qk, b_kk, b_sum = one_square(
-            p_dqk, p_dkk, o_i, stride_A, m_sq, b_q, b_k, b_kb, b_row, b_col, PRECISION
-        )
-    else:
-        b_qk = tl.zeros(b_k.shape, dtype=tl.float32)
-        b_kk = tl.zeros(b_k.shape, dtype=tl.float32)
-        b_sum = tl.zeros(b_k.shape, dtype=tl.float32)
-        for level in tl.static_range(4):
-            pair, side = o_c >> (4 - level), o_c >> (3 - level)
-            # reference: the first row of the lower half of each pair of squares
-            o_ref = tl.minimum(i_c * BC + ((2 * pair + 1) << (3 - level)), count - 1)
-            b_G0, b_R0 = load_gate_rows(p_G, p_R, o_ref, stride_G, m_k, RESIDUAL)
-            b_d = (b_G - b_G0) + (b_R - b_R0)
-            m_row = (side % 2 == 1)[:, None]  # rows decay from the reference, columns to it
-            b_decay = tl.exp2(tl.where(m_ik, tl.where(m_row, b_d, -b_d), 0.0))
-            m_sq = m_ii & (pair[:, None] == pair[None, :]) & (side[:, None] > side[None, :])
-            b_x, b_y, b_z = one_square(
-                p_dqk, p_dkk, o_i, stride_A, m_sq, b_q, b_k, b_kb, b_decay, b_decay, PRECISION
-            )
-            b_qk += b_x
-            b_kk += b_y
-            b_sum += b_z
-    return b_qk, b_kk, b_sum
+        b_dx += b_y * b_row
+        b_dy += b_z * b_row
+        b_x = load_unit_rows(p_q, p_qr, o_i, stride_q, H, m_i, m_k, L2NORM) * scale
+        b_dG += operand(b_x * b_row, PRECISION) * b_y
+        b_x = load_unit_rows(p_k, p_kr, o_i, stride_k, H, m_i, m_k, L2NORM)
+        b_x *= load_strength(p_beta, o_i, m_i, HV, BETA_SIGMOID, NEG_EIGVAL)
+        b_dG += operand(b_x * b_row, PRECISION) * b_z
+        # rows after it: the reference is the first of their block
+        for i in range(i_c + 1, tl.cdiv(count, BM)):
+            o_r = i * BM + o_c
+            m_r = o_r < count
+            m_rk = m_r[:, None] & m_k
+            b_G0, b_R0 = load_gate_rows(p_G, p_R, o_c * 0 + i * BM, stride_G, m_k, RESIDUAL)
+            b_Gr, b_Rr = load_gate_rows(p_G, p_R, o_r, stride_G, m_rk, RESIDUAL)
+            b_row = decay_between(b_Gr, b_Rr, b_G0, b_R0, m_rk)
+            b_x = load_unit_rows(p_q, p_qr, o_r, stride_q, H, m_r, m_k, L2NORM) * scale
+            b_A = load_square(p_Aq, o_r, o_i, stride_A, m_r[:, None], PRECISION)
+            b_x = operand(b_x * b_row, PRECISION)
+            b_y = tl.dot(tl.trans(b_A), b_x, input_precision=PRECISION)
+            b_x = load_unit_rows(p_k, p_kr, o_r, stride_k, H, m_r, m_k, L2NORM)
+            b_x *= load_strength(p_beta, o_r, m_r, HV, BETA_SIGMOID, NEG_EIGVAL)
+            b_A = load_square(p_Ak, o_r, o_i, stride_A, m_r[:, None], PRECISION)
+            b_x = operand(b_x * b_row, PRECISION)
+            b_y += tl.dot(tl.trans(b_A), b_x, input_precision=PRECISION)
+            b_col = decay_between(b_G0, b_R0, b_G, b_R, m_ik)
+            b_dk += b_y * b_col
+            b_kc = load_unit_rows(p_k, p_kr, o_i, stride_k, H, m_i, m_k, L2NORM)
+            b_dG -= operand(b_kc * b_col, PRECISION) * b_y
+    return b_dx, b_dy, b_dk, b_dG
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -261,9 +255,10 @@ def chunk_kda_bwd_dqk_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
-    BC: tl.constexpr,
+    BM: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    LEVELS: tl.constexpr,
     # options
     PACKED: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -273,18 +268,18 @@ def chunk_kda_bwd_dqk_kernel(
     NEG_EIGVAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    NC: tl.constexpr = C // BC
+    NC: tl.constexpr = C // BM
     GROUP: tl.constexpr = HV // H
     i_c = tl.program_id(0) % NC
     i_bh = (tl.program_id(0) // NC) % BH
     i_t = tl.program_id(0) // NC // BH
     i_b, i_hk = i_bh // H, (i_bh % H).to(tl.int64)
     start, count = locate_chunk(i_t, i_b, chunks, T, C, PACKED)
-    if i_c * BC >= count:
+    if i_c * BM >= count:
         return
 
-    o_c, o_k = tl.arange(0, BC), tl.arange(0, BK)
-    o_i = i_c * BC + o_c  # rows of this program, within the chunk
+    o_c, o_k = tl.arange(0, BM), tl.arange(0, BK)
+    o_i = i_c * BM + o_c  # rows of this program, within the chunk
     m_i, m_k = o_i < count, (o_k < K)[None, :]
     m_ik = m_i[:, None] & m_k
     p_q = q + start * stride_q + i_hk * stride_qh + o_k[None, :]
@@ -292,10 +287,8 @@ def chunk_kda_bwd_dqk_kernel(
     p_qr, p_kr = q, k
     if L2NORM:
         p_qr, p_kr = q_rstd + start * H + i_hk, k_rstd + start * H + i_hk
-    b_q = load_unit_rows(p_q, p_qr, o_i, stride_q, H, m_i, m_k, L2NORM)  # [BC, BK]
-    b_k = load_unit_rows(p_k, p_kr, o_i, stride_k, H, m_i, m_k, L2NORM)  # [BC, BK]
-    b_dq = tl.zeros([BC, BK], dtype=tl.float32)  # of scale q
-    b_dk = tl.zeros([BC, BK], dtype=tl.float32)
+    b_dq = tl.zeros([BM, BK], dtype=tl.float32)  # of scale q
+    b_dk = tl.zeros([BM, BK], dtype=tl.float32)
 
     for i_g in range(GROUP):
         i_h = i_hk * GROUP + i_g
@@ -308,51 +301,46 @@ def chunk_kda_bwd_dqk_kernel(
             p_R = G_residual + head * K + o_k[None, :]
         p_dqk, p_dkk = dA_qk + head * C, dA_kk + head * C
         p_beta = beta + start * HV + i_h
-        b_raw = tl.load(p_beta + o_i * HV, mask=m_i, other=0.0).to(tl.float32)  # [BC]
-        b_beta = write_strength(b_raw, BETA_SIGMOID, NEG_EIGVAL)
-        b_G, b_R = load_gate_rows(p_G, p_R, o_i, stride_G, m_ik, RESIDUAL)  # [BC, BK]
+        b_G, b_R = load_gate_rows(p_G, p_R, o_i, stride_G, m_ik, RESIDUAL)  # [BM, BK]
         b_end, b_end_R = load_gate_rows(p_G, p_R, o_c * 0 + count - 1, stride_G, m_k, RESIDUAL)
 
-        # b_row_*: gradients of terms that decay to their row; b_col: from their row to a later one
-        b_row_q, b_row_k, b_col, b_ss = through_the_state(
-            do + head * V, dr + head * V, v_new + head * V, h + part * (K * V), dh + part * (K * V),
-            o_i, m_i, m_k, HV * V, K, V, BC, BK, BV, PRECISION,
-        )  # fmt: skip
-        b_decay = tl.exp2(b_G + b_R)  # from the start of the chunk
-        b_row_q *= b_decay
-        b_row_k *= -b_decay
-        b_col *= decay_between(b_end, b_end_R, b_G, b_R, m_ik)
-        b_dk += b_col
-        # at the last row acts what decays to it; the last row itself does not
-        b_col = tl.where((o_i < count - 1)[:, None], b_col, 0.0)
-        b_to_end = tl.sum(b_k * b_col, axis=0)  # [BK]
+        # k in the next state. At the last row of the chunk acts what decays to it; not that row
+        b_y = times_state(
+            v_new + head * V, dh + part * (K * V), o_i, m_i, HV * V, K, V, BM, BK, BV, PRECISION
+        )
+        b_y *= decay_between(b_end, b_end_R, b_G, b_R, m_ik)
+        b_dk += b_y
+        b_k = load_unit_rows(p_k, p_kr, o_i, stride_k, H, m_i, m_k, L2NORM)
+        b_dG = tl.where((o_i < count - 1)[:, None], -b_k * b_y, 0.0)
+        b_to_end = -tl.sum(b_dG, axis=0)  # [BK]
         if i_c == 0:  # and the state
             b_whole = tl.exp2(tl.where(o_c[:, None] == 0, b_end + b_end_R, -float("inf")))
+            b_ss = states_product(h + part * (K * V), dh + part * (K * V), K, V, BK, BV)
             b_to_end += b_ss * tl.sum(b_whole, axis=0)
         tl.store(dG_end + (part * NC + i_c) * K + o_k, b_to_end, mask=o_k < K)
 
-        b_x, b_y = columns_before(
-            p_k, p_kr, p_G, p_R, p_dqk, p_dkk, b_G, b_R, o_i, m_i, m_k,
-            stride_k, stride_G, stride_A, i_c, H, BC, BK, RESIDUAL, L2NORM, PRECISION,
+        # q from the state; k as a row: in r, through the state; then both in the scores
+        b_raw = tl.load(p_beta + o_i * HV, mask=m_i, other=0.0).to(tl.float32)  # [BM]
+        b_beta = write_strength(b_raw, BETA_SIGMOID, NEG_EIGVAL)[:, None]
+        b_row_k = times_state(
+            dr + head * V, h + part * (K * V), o_i, m_i, HV * V, K, V, BM, BK, BV, PRECISION
+        )
+        b_row_k *= -tl.exp2(b_G + b_R)
+        b_dG += b_k * b_beta * b_row_k
+        b_row_q = times_state(
+            do + head * V, h + part * (K * V), o_i, m_i, HV * V, K, V, BM, BK, BV, PRECISION
+        )
+        b_row_q *= tl.exp2(b_G + b_R)
+        b_q = load_unit_rows(p_q, p_qr, o_i, stride_q, H, m_i, m_k, L2NORM)
+        b_dG += scale * b_q * b_row_q
+        b_row_q, b_row_k, b_dk, b_dG = products_of_scores(
+            p_dqk, p_dkk, p_q, p_qr, p_k, p_kr, p_G, p_R, p_beta, b_G, b_R,
+            b_row_q, b_row_k, b_dk, b_dG, o_i, m_i, m_k,
+            stride_q, stride_k, stride_G, stride_A, i_c, count, scale, H, HV, NC, BM, LEVELS,
+            BOUNDED, RESIDUAL, L2NORM, BETA_SIGMOID, NEG_EIGVAL, PRECISION,
         )  # fmt: skip
-        b_row_q += b_x
-        b_row_k += b_y
-        b_z = rows_after(
-            p_q, p_k, p_qr, p_kr, p_G, p_R, p_beta, p_dqk, p_dkk, b_G, b_R, o_i, m_i, m_k,
-            stride_q, stride_k, stride_G, stride_A, i_c, count, scale,
-            H, HV, BC, BK, RESIDUAL, L2NORM, BETA_SIGMOID, NEG_EIGVAL, PRECISION,
-        )  # fmt: skip
-        b_col += b_z
-        b_dk += b_z
-        b_x, b_y, b_z = within_block(
-            p_G, p_R, p_dqk, p_dkk, b_q * scale, b_k, b_k * b_beta[:, None], b_G, b_R,
-            o_i, m_i, m_k, stride_G, stride_A, i_c, count, BC, BOUNDED, RESIDUAL, PRECISION,
-        )  # fmt: skip
-        b_row_q += b_x
-        b_row_k += b_y
-        b_col += b_z
-        b_dk += b_z
-
+        tl.store(dG + head * K + o_i[:, None] * stride_G + o_k[None, :], b_dG, mask=m_ik)
+        b_k = load_unit_rows(p_k, p_kr, o_i, stride_k, H, m_i, m_k, L2NORM)
         b_db = tl.load(dbeta_v + (start + o_i) * HV + i_h, mask=m_i, other=0.0)
         b_db += tl.sum(b_k * b_row_k, axis=1)
         if BETA_SIGMOID:
@@ -360,19 +348,18 @@ def chunk_kda_bwd_dqk_kernel(
             if NEG_EIGVAL:
                 b_db *= 2.0
         tl.store(dbeta + (start + o_i) * HV + i_h, b_db.to(dbeta.dtype.element_ty), mask=m_i)
-
-        b_row_k *= b_beta[:, None]
-        b_dG = scale * b_q * b_row_q + b_k * (b_row_k - b_col)
-        tl.store(dG + head * K + o_i[:, None] * stride_G + o_k[None, :], b_dG, mask=m_ik)
         # the diagonal of A_qk has no decay
+        b_q = load_unit_rows(p_q, p_qr, o_i, stride_q, H, m_i, m_k, L2NORM)
         b_same = tl.load(p_dqk + o_i * (stride_A + 1), mask=m_i, other=0.0)[:, None]
         b_dq += b_row_q + b_same * b_k
-        b_dk += b_row_k + b_same * (scale * b_q)
+        b_dk += b_row_k * b_beta + b_same * (scale * b_q)
 
     b_dq *= scale
     if L2NORM:
+        b_q = load_unit_rows(p_q, p_qr, o_i, stride_q, H, m_i, m_k, L2NORM)
         b_rstd = tl.load(p_qr + o_i * H, mask=m_i, other=0.0)[:, None]
         b_dq = b_rstd * (b_dq - b_q * tl.sum(b_q * b_dq, axis=1)[:, None])
+        b_k = load_unit_rows(p_k, p_kr, o_i, stride_k, H, m_i, m_k, L2NORM)
         b_rstd = tl.load(p_kr + o_i * H, mask=m_i, other=0.0)[:, None]
         b_dk = b_rstd * (b_dk - b_k * tl.sum(b_k * b_dk, axis=1)[:, None])
     o_out = (start * H + i_hk) * K + o_i[:, None] * (H * K) + o_k[None, :]
@@ -440,10 +427,11 @@ def chunk_kda_bwd_dqk(
     dk = torch.empty_like(dq) if layout.covers else torch.zeros_like(dq)
     dbeta = make(B, T, HV, dtype=beta.dtype, device=q.device)
     dG = torch.empty(B, T, HV, K, dtype=torch.float32, device=q.device)
+    BK = key_tile(K)
+    tile = gradient_tile(K, V, q.dtype)
     parts = (layout.rows, layout.NT, HV, C // BLOCK, K)
     dG_end = torch.empty(parts, dtype=torch.float32, device=q.device)
     if dG.numel() > 0:
-        BK = key_tile(K)
         chunk_kda_bwd_dqk_kernel[(layout.programs(H) * (C // BLOCK),)](
             q,
             k,
@@ -477,9 +465,9 @@ def chunk_kda_bwd_dqk(
             K=K,
             V=V,
             C=C,
-            BC=BLOCK,
+            BM=BLOCK,
             BK=BK,
-            BV=min(key_tile(V), 32 if BK <= 128 else 16),
+            LEVELS=BLOCK.bit_length() - 1,
             PACKED=layout.chunks is not None,
             BOUNDED=bounded,
             RESIDUAL=G_residual is not None,
@@ -487,7 +475,15 @@ def chunk_kda_bwd_dqk(
             BETA_SIGMOID=use_beta_sigmoid,
             NEG_EIGVAL=allow_neg_eigval,
             PRECISION=dot_precision(q.dtype),
-            num_warps=8 if BK > 64 else 4,
+            **tile,
             num_stages=1,
         )
     return dq, dk, dG, dG_end, dbeta
+
+
+def gradient_tile(K, V, dtype) -> dict:
+    """Columns of V that a program visits in turn, and its warps."""
+    BK = key_tile(K)
+    if dtype == torch.float32:
+        return dict(BV=min(key_tile(V), 32 if BK <= 128 else 16), num_warps=8 if BK > 64 else 4)
+    return dict(BV=min(key_tile(V), 64), num_warps=8 if BK > 128 else 4)

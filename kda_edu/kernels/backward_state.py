@@ -17,7 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import decay_factor, dot_precision, key_tile, on_device_of_first_argument, tile_budget
+from ._common import (
+    decay_factor,
+    dot_precision,
+    key_tile,
+    on_device_of_first_argument,
+    operand,
+    tile_budget,
+)
 from .checks import KERNEL_DTYPES, check_sizes
 from .state import state_dtype
 
@@ -97,6 +104,7 @@ def chunk_kda_bwd_dhu_kernel(
         b_do = tl.load(do + o_vt, mask=m_vt, other=0.0)  # [BV, C]: do transposed
         o_a = row * C + o_t[:, None] * (HV * C) + o_t[None, :]
         b_A = tl.load(A_qk + o_a, mask=m_t[:, None] & m_t[None, :], other=0.0)  # [C, C]
+        b_A = operand(b_A, PRECISION)
         b_dv = tl.dot(b_do.to(tl.float32), b_A, input_precision=PRECISION)  # [BV, C]
         p_kg = kg + row * K + o_t[None, :] * (HV * K) + o_k[:, None]
         b_kg = tl.load(p_kg, mask=m_k[:, None] & m_t[None, :], other=0.0)  # [BK, C]: kg transposed

@@ -31,6 +31,7 @@ from ._common import (
     key_tile,
     locate_chunk,
     on_device_of_first_argument,
+    operand,
     row_strides,
     write_strength,
 )
@@ -141,15 +142,16 @@ def scores_before_block_kernel(
         b_ref_residual = tl.load(p_residual + o_ref, mask=m_k, other=0.0)
     b_d = load_gate_from(p_G, p_residual, o_i, b_ref, b_ref_residual, stride_G, m_ik, RESIDUAL)
     b_decay = tl.exp2(tl.where(m_ik, b_d, 0.0))
-    b_q *= b_decay
-    b_k *= b_decay
+    b_q = operand(b_q * b_decay, PRECISION)
+    b_k = operand(b_k * b_decay, PRECISION)
     p_A = (head + o_i[:, None] * HV) * C + o_c[None, :]
     for j in range(i_c + 1 if BOUNDED else i_c):
         o_j = j * BC + o_c
         m_jk = (o_j < count)[:, None] & m_k
         b_kj, _ = load_rows(p_k, o_j, stride_k, m_jk, eps, L2NORM)
         b_d = load_gate_from(p_G, p_residual, o_j, b_ref, b_ref_residual, stride_G, m_jk, RESIDUAL)
-        b_kj = tl.trans(b_kj * tl.exp2(tl.where(m_jk, -b_d, 0.0)))  # [BK, BC]
+        b_kj = operand(b_kj * tl.exp2(tl.where(m_jk, -b_d, 0.0)), PRECISION)
+        b_kj = tl.trans(b_kj)  # [BK, BC]
         b_kk = tl.dot(b_k, b_kj, input_precision=PRECISION) * b_beta
         b_qk = tl.dot(b_q, b_kj, input_precision=PRECISION) * scale
         if BOUNDED:
@@ -243,11 +245,12 @@ def scores_in_block_kernel(
             b_d = load_gate_from(p_G, p_residual, o_i, b_r, b_r_res, stride_G, m_ik, RESIDUAL)
             m_row = (m_i & (side % 2 == 1))[:, None]  # rows decay from the reference, columns to it
             b_decay = tl.exp2(tl.where(m_row, b_d, -b_d))
-            b_kd = b_k * b_decay  # rows of the lower halves, columns of the upper ones
+            # rows of the lower halves, columns of the upper ones
+            b_kd = operand(b_k * b_decay, PRECISION)
             b_kj = tl.trans(b_kd)
             m_square = (pair[:, None] == pair[None, :]) & (side[:, None] > side[None, :])
             b_kk += tl.where(m_square, tl.dot(b_kd, b_kj, input_precision=PRECISION), 0.0)
-            b_qd = b_q * b_decay
+            b_qd = operand(b_q * b_decay, PRECISION)
             b_qk += tl.where(m_square, tl.dot(b_qd, b_kj, input_precision=PRECISION), 0.0)
         b_same += tl.sum(b_q * b_k, axis=1)
         if L2NORM:

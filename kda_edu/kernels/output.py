@@ -21,6 +21,7 @@ from ._common import (
     key_tile,
     locate_chunk,
     on_device_of_first_argument,
+    operand,
     row_strides,
     tile_budget,
 )
@@ -98,6 +99,7 @@ def chunk_gla_fwd_o_gk_kernel(
     o_tv = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
     m_tv = m_t[:, None] & m_v[None, :]
     b_v = tl.load(v_new + o_tv, mask=m_tv, other=0.0)  # [C, BV]
+    b_A = operand(b_A, PRECISION)
     b_o += tl.dot(b_A, b_v.to(tl.float32), input_precision=PRECISION)
     tl.store(o + o_tv, b_o.to(o.dtype.element_ty), mask=m_tv)
 

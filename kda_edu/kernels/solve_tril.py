@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import locate_chunk, on_device_of_first_argument
+from ._common import locate_chunk, on_device_of_first_argument, operand
 from .checks import check_sizes
 from .sequences import chunk_layout
 
@@ -62,6 +62,7 @@ def store_block(p, i: tl.constexpr, j: tl.constexpr, b_Y, o_r, stride, count, BC
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
+    a, b = operand(a, PRECISION), operand(b, PRECISION)
     return tl.dot(a, b, input_precision=PRECISION)
 
 

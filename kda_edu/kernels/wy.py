@@ -20,6 +20,7 @@ from ._common import (
     key_tile,
     locate_chunk,
     on_device_of_first_argument,
+    operand,
     row_strides,
     write_strength,
 )
@@ -85,6 +86,7 @@ def recompute_w_u_fwd_kernel(
     b_A = b_A.to(tl.float32)
     b_beta = tl.load(beta + (start + o_t) * HV + i_h, mask=m_t, other=0.0).to(tl.float32)
     b_A *= write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)[None, :]
+    b_A = operand(b_A, PRECISION)
 
     v += start * stride_v + i_h.to(tl.int64) * stride_vh
     for i_v in range(tl.cdiv(V, BV)):
@@ -119,7 +121,8 @@ def recompute_w_u_fwd_kernel(
         b_kg = b_k * tl.exp2(tl.where(m_tk, b_to_end, 0.0))
         tl.store(kg + o_tk, b_kg.to(kg.dtype.element_ty), mask=m_tk)
         b_from_start = tl.exp2(b_G)
-        b_w = tl.dot(b_A, b_k * b_from_start, input_precision=PRECISION)
+        b_kd = operand(b_k * b_from_start, PRECISION)
+        b_w = tl.dot(b_A, b_kd, input_precision=PRECISION)
         tl.store(w + o_tk, b_w.to(w.dtype.element_ty), mask=m_tk)
         if STORE_QG:
             p_q = q + start * stride_q + i_hk * stride_qh

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import torch
+import torch.nn.functional as F
 from cases import NAMES
 
 from kda_edu import reference
@@ -89,7 +90,36 @@ def gradients(function, x, loss="both", copy=_clone, **options):
 def oracle_gradients(x, loss="both", **options):
     """The same from the reference, in float64 on the CPU, at the same rounded inputs."""
     options = {n: y.cpu() if isinstance(y, torch.Tensor) else y for n, y in options.items()}
-    return gradients(reference.chunk_kda, x.to("cpu"), loss, torch.Tensor.double, **options)
+    x = x.to("cpu")
+    found = gradients(reference.chunk_kda, x, loss, torch.Tensor.double, **options)
+    return Gradients(found, spread_of_parameters(x, found, options))
+
+
+class Gradients(dict):
+    """Gradients by name, and of those that are sums over all tokens the spread, by name."""
+
+    def __init__(self, found, spread):
+        super().__init__(found)
+        self.spread = spread
+
+
+def spread_of_parameters(x, found, options):
+    """sqrt(sum of squares) of what every token and channel adds to dA_log and d dt_bias.
+
+    Terms of either sign may leave next to nothing of a sum. Each is known to the budget of a
+    gradient, relative to itself, so the error of the sum is measured by this, not by the sum.
+    """
+    A_log, bias = options.get("A_log"), options.get("dt_bias")
+    y = x.g.double() + (0.0 if bias is None else bias.double().reshape(x.g.shape[2:]))
+    ratio = torch.where(y < -30, 1.0, F.softplus(y) / y.sigmoid())
+    if options.get("lower_bound") is not None:
+        ratio = y
+    spread = {}
+    if A_log is not None:
+        spread["A_log"] = (ratio * found["g"]).square().sum((0, 1, 3)).sqrt()
+    if bias is not None:
+        spread["dt_bias"] = found["g"].square().sum((0, 1)).sqrt().reshape(bias.shape)
+    return spread
 
 
 # An error below this is none: what float32 flushes to zero; with float16 inputs the keys and
@@ -97,31 +127,43 @@ def oracle_gradients(x, loss="both", **options):
 FLOORS = {torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2**-24}
 
 
-def assert_gradients(got, want, dtype, budget=None):
+def assert_gradients(got, want, dtype):
     """All within the budget of a call whose q has this dtype; RMS, and the worst element.
 
     A gradient stored in 16 bits may add its own rounding. Those of the gate's parameters sum
-    gradients of either sign over all tokens: in float32 1e-4, the larger of the two budgets.
+    gradients of either sign over all tokens: in float32 1e-4, the larger of the two budgets, and
+    relative to the spread of the terms.
     """
     assert got.keys() == want.keys()
     for name, a in got.items():
+        limit = budget_for(dtype, "gradient")
+        if name in PARAMETERS or a.is_cuda:  # on a GPU a float32 product is three of tf32
+            limit = max(limit, 1e-4)
         a, b = a.detach().cpu(), want[name].cpu()
         assert a.shape == b.shape, name
-        limit = budget or budget_for(dtype, "gradient")
-        if name in PARAMETERS:
-            limit = max(limit, 1e-4)
         if a.dtype == torch.bfloat16:
             limit = max(limit, 2**-8)
         error = max_error(a, b)
         if error <= FLOORS[dtype]:
+            continue
+        if name in getattr(want, "spread", {}):
+            a, b = (y.double() / want.spread[name].clamp(min=1e-30) for y in (a, b))
+            rms = (a - b).square().mean().sqrt().item()
+            assert rms <= limit, f"d{name}: {rms:.1e} of the spread of its terms"
             continue
         assert rms_error(a, b) <= limit, f"d{name}: {rms_error(a, b):.1e}"
         peak = b.abs().max().item()
         assert error <= 2 * limit * peak, f"d{name}: the worst element, {error:.1e} of {peak:.1e}"
 
 
-def assert_same_gradients(got, want):
-    """Bit for bit."""
+def assert_same_gradients(got, want, exact=False):
+    """Bit for bit. On a GPU to rounding, unless exact: the width of a load orders its sums."""
     assert got.keys() == want.keys()
     for name, a in got.items():
-        assert a.dtype == want[name].dtype and torch.equal(a, want[name]), f"d{name}"
+        b = want[name]
+        assert a.dtype == b.dtype, name
+        if exact or not a.is_cuda:
+            assert torch.equal(a, b), f"d{name}"
+        else:
+            rounding = 1e-6 if a.dtype == torch.float32 else 2**-9
+            assert rms_error(a, b) <= rounding, f"d{name}: {rms_error(a, b):.1e}"

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from cases import assert_same
-from test_chunk_steps import LAYOUTS, LENGTHS, cumulated, halves, lower, sample
+from test_chunk_steps import LAYOUTS, LENGTHS, cumulated, lower, sample
 
 from kda_edu import recompute_w_u_fwd, reference
 from kda_edu.kernels.backward_gate import chunk_kda_bwd_gate
@@ -24,6 +24,12 @@ fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 
 def drawn(*shape, dtype=fp32, device="cpu", seed=5):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def halves(G, device):
+    """A float64 G as the kernels keep it: multiples of 2^-10, and the rest, which must count."""
+    upper = (G * 1024).round() / 1024
+    return upper.float().to(device), (G - upper).float().to(device)
 
 
 def layout_of(x, spans, known=True):
@@ -214,14 +220,15 @@ def step_3(x, spans, device, options, bounded, residual, scale=0.3):
     S, dS = (drawn(len(spans), HV, x.q.shape[-1], V, device=device, seed=n) for n in (7, 8))
     layout = layout_of(x, spans)
     rows = (layout.rows, layout.NT, HV, V, -1)
-    upper, rest = halves(cumulated(x.g, spans), device)
+    G = cumulated(x.g, spans)
+    upper, rest = halves(G, device) if residual else (G.float().to(device), None)
     norm, sigmoid, doubled = options
     q_rstd = (x.q.square().sum(-1) + 1e-6).rsqrt() if norm else None
     k_rstd = (x.k.square().sum(-1) + 1e-6).rsqrt() if norm else None
     h, dh = (y.transpose(2, 3).reshape(rows).contiguous() for y in (S, dS))
     got = chunk_kda_bwd_dqk(
         x.q, x.k, upper, x.beta, do, dr, v_new, h, dh, dA_qk, dA_kk, dbeta_v, layout, scale,
-        G_residual=rest if residual else None, q_rstd=q_rstd, k_rstd=k_rstd, bounded=bounded,
+        G_residual=rest, q_rstd=q_rstd, k_rstd=k_rstd, bounded=bounded,
         use_beta_sigmoid=sigmoid, allow_neg_eigval=doubled,
     )  # fmt: skip
 

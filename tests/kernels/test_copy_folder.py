@@ -82,6 +82,40 @@ def test_a_copy_under_another_name_works_alone(tmp_path):
     assert done.stdout == "works\n", done.stderr
 
 
+BESIDE = """
+import torch
+import delta_kernels
+import kda_edu
+from delta_kernels import autograd as theirs
+from kda_edu.kernels import autograd as ours
+
+assert theirs.chunk_kda_op is not ours.chunk_kda_op
+x = [torch.randn(1, 3, 1, 4, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+x = [*x[:3], -x[3].exp(), torch.full((1, 3, 1), 0.5)]
+for name in ("chunk_kda", "fused_recurrent_kda"):
+    results = []
+    for library in (kda_edu, delta_kernels, kda_edu):
+        leaves = [y.clone().requires_grad_() for y in x]
+        o, state = getattr(library, name)(*leaves, output_final_state=True)
+        results.append(torch.autograd.grad((o**2).sum() + (state**2).sum(), leaves))
+    for a, b, c in zip(*results):
+        assert a.any() and torch.equal(a, b) and torch.equal(a, c), name
+for operators in (torch.ops.kda_edu_kernels, torch.ops.delta_kernels):
+    assert {"chunk_kda_fwd", "chunk_kda_bwd", "fused_recurrent_kda"} <= set(dir(operators))
+print("works")
+"""
+
+
+def test_a_copy_works_beside_the_package_with_gradients(tmp_path):
+    """In one process: the names of the operators carry the package's, so they do not clash."""
+    shutil.copytree(
+        FOLDER, tmp_path / "delta_kernels", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    script = f"import sys; sys.path.append({str(ROOT)!r})\n" + BESIDE
+    done = python(script, tmp_path, TRITON_INTERPRET="1")
+    assert done.stdout == "works\n", done.stderr
+
+
 def test_the_tests_can_be_pointed_at_a_copy(tmp_path):
     """They pass on a faithful copy, and fail on one that was changed."""
     copy = tmp_path / "delta_kernels"
