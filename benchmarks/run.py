@@ -223,7 +223,9 @@ def peak_memory(call):
 
 
 def timed(call):
-    return triton.testing.do_bench(call, warmup=50, rep=100, return_mode="all")
+    """Milliseconds of 10 calls at least, and of 100 ms of them."""
+    once = triton.testing.do_bench(call, warmup=1, rep=1)
+    return triton.testing.do_bench(call, warmup=50, rep=max(100, 10 * once), return_mode="all")
 
 
 def measure_decode(case, call, want):

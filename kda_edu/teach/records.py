@@ -50,7 +50,7 @@ CEILINGS = {
 HEADER = ("name", "gpu", "driver", "torch", "triton", "date", "commit", "kernels")
 NUMBERS = ("median", "p20", "p80", "bytes", "flops", "error", "budget")
 MOST_SPREAD = 2.0  # p80 / p20
-LEAST_REPEATS = 5
+LEAST_REPEATS = 3
 LARGEST_BUDGET = 0.05
 
 

@@ -95,7 +95,7 @@ def test_rates_and_ratios_come_from_the_rows():
         (dict(p80=1.9), "p80 / p20 is 2.11, above 2.0: too noisy"),
         (dict(median=float("inf")), "median: expected a finite number"),
         (dict(median=True), "median: expected a finite number"),
-        (dict(repeats=3), "repeats: expected an integer >= 5, got 3"),
+        (dict(repeats=2), "repeats: expected an integer >= 3, got 2"),
         (dict(shape={}), "shape: expected sizes by name"),
         (dict(shape={"T": 0}), "shape: expected sizes by name"),
         (dict(impl=""), "impl: expected a text"),
