@@ -255,6 +255,20 @@ def test_the_last_token_of_a_ragged_chunk(T, device):
         assert rms_error(got["g"][:, part].cpu(), want["g"][:, part]) < 1e-5
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("dtype", [fp16, bf16])
+def test_a_gate_before_all_writing_feels_no_rounding(dtype, bounded, device):
+    """What a pair of tokens adds to dG at its row it takes away at its column, to the last bits:
+    both are made of one rounded number. Otherwise gates before both keep their difference.
+    """
+    x = small(device, H=1, HV=1, T=64, V=16, dtype=dtype)
+    x = x._replace(initial_state=None, g=x.g.float())
+    options = in_kernel(device, lower_bound=-5.0) if bounded else {}
+    x.k[:, :40], x.v[:, :40] = 0, 0
+    got = gradients(chunk_kda, x, "output", chunk_size=64, **options)["g"].float().abs()
+    assert got[:, :41].max() < 1e-5 * got[:, 41:].max()
+
+
 def test_what_follows_the_loss_has_no_gradient(device):
     x = small(device, H=1, HV=1, T=36, V=8)
     for t in (6, 17, 33):
