@@ -7,7 +7,7 @@ widened to float32 first and results rounded to nearest even, so numbers equal t
 Reductions over bfloat16 raise instead of lying, and `tl.device_assert` fires. Triton 3.6 also calls
 `int()` on one-element arrays, which numpy >= 2.4 refuses; a tile answers `__index__` instead.
 
-What stays untold by any interpreter: races, out-of-bounds access, tf32 rounding, tile limits.
+What stays untold by any interpreter: races, out-of-bounds access, what tf32 cuts off, tile limits.
 """
 
 import numpy as np

@@ -100,7 +100,8 @@ def times_state(
         m_rv = m_r[:, None] & (o_v < V)[None, :]
         b_S = tl.load(p_S + o_v[:, None] * K + o_k[None, :], mask=m_vk, other=0.0)  # [BV, BK]
         b_x = tl.load(p_x + o_r[:, None] * stride + o_v[None, :], mask=m_rv, other=0.0)  # [BM, BV]
-        b_y += tl.dot(b_x.to(b_S.dtype), b_S, input_precision=PRECISION)
+        b_x = operand(b_x.to(b_S.dtype), PRECISION)
+        b_y += tl.dot(b_x, operand(b_S, PRECISION), input_precision=PRECISION)
     return b_y
 
 

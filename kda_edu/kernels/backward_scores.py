@@ -23,6 +23,7 @@ from ._common import (
     dot_precision,
     locate_chunk,
     on_device_of_first_argument,
+    operand,
     row_strides,
     write_strength,
 )
@@ -83,12 +84,14 @@ def chunk_kda_bwd_dA_kernel(
         m_tv = m_t[:, None] & (o_v < V)[None, :]
         o_tv = head * V + o_t[:, None] * (HV * V) + o_v[None, :]
         b_dv = tl.load(dv_new + o_tv, mask=m_tv, other=0.0)  # [C, BV]
+        b_dv = operand(b_dv, PRECISION)
         b_dr = tl.dot(b_At, b_dv, input_precision=PRECISION)  # [C, BV]
         b_v = tl.load(v + o_t[:, None] * stride_v + o_v[None, :], mask=m_tv, other=0.0)
         b_dbeta += tl.sum(b_dr * b_v.to(tl.float32), axis=1)
         tl.store(dv + o_tv, (b_beta[:, None] * b_dr).to(dv.dtype.element_ty), mask=m_tv)
         b_dr = b_dr.to(dtype)
         tl.store(dr + o_tv, b_dr, mask=m_tv)
+        b_dr = operand(b_dr, PRECISION)
 
         m_vt = (o_v < V)[:, None] & m_t[None, :]
         p_vt = v_new + head * V + o_t[None, :] * (HV * V) + o_v[:, None]

@@ -95,6 +95,7 @@ def chunk_kda_bwd_dhu_kernel(
         m_t = o_t < count
         b_operand = b_dS.to(dh.dtype.element_ty)
         tl.store(p_dh, b_operand, mask=m_vk)
+        b_operand = operand(b_operand, PRECISION)
         p_dh -= HV * K * V
 
         o_tk = row * K + o_t[:, None] * (HV * K) + o_k[None, :]
@@ -111,6 +112,7 @@ def chunk_kda_bwd_dhu_kernel(
         b_dv += tl.dot(b_operand, b_kg.to(b_operand.dtype), input_precision=PRECISION)
         b_dv = b_dv.to(b_operand.dtype)
         tl.store(dv + o_vt, b_dv, mask=m_vt)
+        b_dv = operand(b_dv, PRECISION)
 
         o_last = (row + (count - 1) * HV) * K + o_k
         b_last = tl.load(G + o_last, mask=m_k, other=0.0)  # [BK]

@@ -86,8 +86,10 @@ def chunk_gla_fwd_o_gk_kernel(
         if RESIDUAL:
             b_G += tl.load(G_residual + o_tk, mask=m_tk, other=0.0)
         b_q = (b_q.to(tl.float32) * tl.exp2(b_G)).to(h.dtype.element_ty)
+        b_q = operand(b_q, PRECISION)
         p_h = h + o_v[None, :] * K + o_k[:, None]
         b_h = tl.load(p_h, mask=m_k[:, None] & m_v[None, :], other=0.0)  # [BK, BV]
+        b_h = operand(b_h, PRECISION)
         b_o += tl.dot(b_q, b_h, input_precision=PRECISION)
     b_o *= scale
     if L2NORM:

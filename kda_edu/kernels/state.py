@@ -19,7 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import decay_factor, dot_precision, key_tile, on_device_of_first_argument, tile_budget
+from ._common import (
+    decay_factor,
+    dot_precision,
+    key_tile,
+    on_device_of_first_argument,
+    operand,
+    tile_budget,
+)
 from .checks import KERNEL_DTYPES, Shapes, check_sizes, check_state
 from .sequences import chunk_layout
 
@@ -86,6 +93,7 @@ def chunk_gated_delta_rule_fwd_h_kda_kernel(
         m_t = o_t < length - i_t * C
         b_operand = b_S.to(h.dtype.element_ty)
         tl.store(p_h, b_operand, mask=m_vk)
+        b_operand = operand(b_operand, PRECISION)
         p_h += HV * K * V
 
         o_tk = row * K + o_t * (HV * K)
@@ -104,7 +112,7 @@ def chunk_gated_delta_rule_fwd_h_kda_kernel(
         p_kg = kg + o_tk[:, None] + o_k[None, :]
         b_kg = tl.load(p_kg, mask=m_t[:, None] & m_k[None, :], other=0.0)  # [C, BK]
         b_S *= decay_factor(b_last)[None, :]
-        b_v = b_v.to(b_operand.dtype)
+        b_v = operand(b_v.to(b_operand.dtype), PRECISION)
         b_S += tl.dot(b_v, b_kg.to(b_v.dtype), input_precision=PRECISION)
         row += C * HV
 
