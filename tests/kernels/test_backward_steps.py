@@ -138,7 +138,7 @@ def test_reverse_scan_of_16_bit_inputs(dtype, kept, device):
     want = reverse_scan(*tensors, G, far * d_state, spans)
     assert dh.dtype == dv.dtype == kept and d_initial.dtype == fp32
     for a, b in zip((dh.flatten(0, 1).transpose(2, 3), dv, d_initial), want, strict=True):
-        assert rms_error(a.cpu(), b) < (6e-3 if dtype == bf16 else 2e-4)  # bfloat16, tf32 factors
+        assert rms_error(a.cpu(), b) < (6e-3 if dtype == bf16 else 6e-4)  # bfloat16, tf32 factors
 
 
 # -- 2: through the triangular inverse -------------------------------------------------------------
