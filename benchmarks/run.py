@@ -305,7 +305,7 @@ RECORDS = {
 
 
 def run(name, only=""):
-    """The rows of a record, and what failed."""
+    """Yields the rows of a record and what failed, as far as known after each call."""
     cases, calls, measure_one = RECORDS[name]
     rows, failures = [], []
     cases = [case for case in cases if only in case.name]
@@ -317,6 +317,7 @@ def run(name, only=""):
         except Exception as error:  # a peer may fail in any way; the others still run
             failures.append(dict(impl=impl, case=case.name, error=f"{error!r}"[:300]))
             print(f"{case.name:24} {impl:36} FAILED {error!r:.200}", flush=True)
+            yield rows, failures
             continue
         rows.append(made)
         print(
@@ -324,7 +325,7 @@ def run(name, only=""):
             f"{made['p80']:.4f}]  error {made['error']:.1e}",
             flush=True,
         )
-    return rows, failures
+        yield rows, failures
 
 
 def main():
@@ -342,22 +343,25 @@ def main():
     if arguments.ranks is not None:
         import context_parallel
 
-        write("ranks", context_parallel.run(arguments.ranks), [], arguments)
+        rows = context_parallel.run(arguments.ranks)
+        print("written:", write("ranks", rows, [], arguments))
         return
     for name in arguments.records or RECORDS:
-        rows, failures = run(name, arguments.cases)
+        rows, path = [], None
+        for rows, failures in run(name, arguments.cases):
+            if rows and not arguments.cases:  # after each row: a run that is stopped keeps them
+                path = write(name, rows, failures, arguments)
+        if path:
+            print("written:", path)
         if not rows:
             print(f"{name}: no case holds {arguments.cases!r}, or all failed")
-        if arguments.cases or not rows:
-            continue
-        write(name, rows, failures, arguments)
 
 
 def write(name, rows, failures, arguments):
-    """One record, into its file; printed instead where it is refused."""
+    """The path of one record; printed instead where it is refused."""
     record = records.environment(name, arguments.commit) | dict(rows=rows, failures=failures)
     try:
-        print("written:", records.write(record, arguments.folder))
+        return records.write(record, arguments.folder)
     except records.RecordError as error:
         print(json.dumps(record))
         raise SystemExit(f"not recorded: {error}") from None
