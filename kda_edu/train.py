@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from .layers import KDAConfig, KDAForCausalLM
+from .layers.model import save_whole
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".json", ".csv")
 HELD_OUT = 0.1  # the last part of the text is for validation
@@ -187,12 +188,7 @@ class Run:
             step=step,
             text=self.text,
         )
-        new = self.checkpoint.with_suffix(".new")
-        with open(new, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self.checkpoint)
+        save_whole(state, self.checkpoint)
 
     def load(self, device):
         """The last checkpoint, if it is of the same text."""

@@ -51,4 +51,7 @@ class ShortConvolution(nn.Conv1d):
             y = y + self.weight[:, 0, before - s] * seen
         every = torch.arange(state.shape[0], device=x.device)[:, None]
         last = cu.diff()[:, None] - torch.arange(before, 0, -1, device=x.device)
+        device = x.device.type  # as conv1d does
+        if torch.is_autocast_enabled(device):
+            y = y.to(torch.get_autocast_dtype(device))
         return F.silu(y)[None], look_back(every, last)

@@ -12,6 +12,16 @@ from .cache import Cache
 from .norm import RMSNorm
 
 
+def save_whole(state, path):
+    """torch.save into a new file beside `path`, that takes its place when all of it is on disk."""
+    new = f"{os.fspath(path)}.new"
+    with open(new, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
 @dataclasses.dataclass
 class KDAConfig:
     """Sizes and options of a `KDAForCausalLM`.
@@ -177,8 +187,8 @@ class KDAForCausalLM(nn.Module):
         return torch.cat([tokens, *(x[:, None] for x in made)], dim=1)
 
     def save(self, path):
-        """Write config and weights to one file."""
-        torch.save(dict(config=dataclasses.asdict(self.config), model=self.state_dict()), path)
+        """Write config and weights to one file. Stopped half way, it leaves an old file whole."""
+        save_whole(dict(config=dataclasses.asdict(self.config), model=self.state_dict()), path)
 
     @classmethod
     def load(cls, path, device="cpu", backend="auto"):

@@ -175,6 +175,18 @@ def test_no_tokens():
     assert rms_error(torch.cat([o, again], 1), layer(both)[0]) < BUDGET
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_convolution_under_autocast(bias):
+    """In the dtype that each sequence alone would have, and its numbers."""
+    conv, x = ShortConvolution(6, 4, bias=bias), torch.randn(1, 12, 6)
+    cu = torch.tensor([0, 5, 12])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = conv(x, cu_seqlens=cu)
+        want = torch.cat([conv(x[:, :5])[0], conv(x[:, 5:])[0]], dim=1)
+    assert got.dtype == want.dtype == torch.bfloat16
+    assert (got - want).abs().max() < 2**-6
+
+
 def test_a_convolution_is_causal_and_by_channel():
     torch.manual_seed(0)
     conv, x = ShortConvolution(6, 4, bias=True), torch.randn(1, 12, 6)

@@ -100,6 +100,21 @@ def test_a_saved_model_is_the_same_model(tmp_path):
         KDAForCausalLM.load(tmp_path / "none.pt")
 
 
+def test_a_save_that_stops_half_way_leaves_the_old_file(tmp_path, monkeypatch):
+    model, path = make(), tmp_path / "model.pt"
+    model.save(path)
+    before = path.read_bytes()
+
+    def stop(state, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+        model.save(path)
+    assert path.read_bytes() == before
+
+
 def test_a_mask_that_is_too_short_is_named():
     model, cache = make(softmax_every=2), Cache()
     model(prompt(), past_key_values=cache, use_cache=True)
