@@ -39,7 +39,9 @@ class KDAConfig:
     num_v_heads: int | None = None
     head_dim: int = 32
     expand_v: float = 1.0
+    use_short_conv: bool = True
     conv_size: int = 4
+    conv_bias: bool = False
     allow_neg_eigval: bool = False
     safe_gate: bool = False
     lower_bound: float | None = None
@@ -105,7 +107,7 @@ class Block(nn.Module):
         else:
             names = (
                 "hidden_size expand_v head_dim num_heads num_v_heads allow_neg_eigval safe_gate "
-                "lower_bound conv_size norm_eps"
+                "lower_bound use_short_conv conv_size conv_bias norm_eps"
             ).split()
             options = {name: getattr(config, name) for name in names}
             self.attn = KimiDeltaAttention(**options, layer_idx=layer_idx, backend=backend)

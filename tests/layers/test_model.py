@@ -100,6 +100,15 @@ def test_a_saved_model_is_the_same_model(tmp_path):
         KDAForCausalLM.load(tmp_path / "none.pt")
 
 
+def test_the_convolutions_are_options():
+    def names(**options):
+        return {n.split(".")[-2:][0] + "." + n.split(".")[-1] for n in make(**options).state_dict()}
+
+    assert "q_conv1d.weight" in names() and "q_conv1d.bias" not in names()
+    assert "q_conv1d.bias" in names(conv_bias=True)
+    assert not any("conv" in name for name in names(use_short_conv=False))
+
+
 def test_a_save_that_stops_half_way_leaves_the_old_file(tmp_path, monkeypatch):
     model, path = make(), tmp_path / "model.pt"
     model.save(path)
