@@ -143,14 +143,16 @@ def test_the_table_of_a_record():
         "shape": {"B": 1, "T": 1024, "H": 4},
         "dtype": "bfloat16",
         "mode": "forward",
+        **dict(gate="lower bound", lengths=[1000, 24], memory=7_094_272),
         **dict(repeats=10, median=0.5, p20=0.4, p80=0.6, bytes=10**9, flops=10**11),
         **dict(error=0.002, budget=0.006),
     }
     header = dict(name="chunk_forward", gpu="NVIDIA H200", driver="1", torch="2", triton="3")
     record = header | dict(date="2026-12-01", commit="abcdef123456", kernels="old", rows=[row])
     shown = table(records.validate(record))
-    text = "kda_edu | B 1, T 1024, H 4; mode forward | bfloat16 | 0.5 (0.4 to 0.6) | 2000 | 200.0 "
-    assert text + "| 2.0e-03 (0.006)" in repr(shown)
+    sizes = "B 1, T 1024, H 4, 2 sequences; gate: lower bound; 7.09 MB beside the inputs"
+    text = f"kda_edu | {sizes} | bfloat16 | 0.5 (0.4 to 0.6) | 2000 | 200.0 | 2.0e-03 (0.006)"
+    assert text in repr(shown)
     assert "Recorded on NVIDIA H200 (driver 1)" in repr(shown)
     assert "The kernels have changed since" in repr(shown)
     page = shown._repr_html_()
