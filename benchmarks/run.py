@@ -23,6 +23,8 @@ import torch
 import triton.testing
 
 from kda_edu import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_update, reference
+from kda_edu.kernels.forward import chunk_kda_fwd
+from kda_edu.kernels.sequences import chunk_layout
 from kda_edu.teach import budget_for, records, rms_error
 
 LOWER_BOUND = -5.0
@@ -46,6 +48,7 @@ FORWARD = [
     Case("B1 T8192 H96", 1, 8192, 96),
     Case("B2 T4096 H64", 2, 4096, 64),
     Case("B1 T8192 H64 packed", 1, 8192, 64, MIXED),
+    Case("B1 T8192 H96 packed", 1, 8192, 96, (1024,) * 8),
     Case("B1 T8192 H32", 1, 8192, 32),
     Case("B1 T65536 H32", 1, 65536, 32),
     Case("B1 T512 H64", 1, 512, 64),
@@ -93,6 +96,24 @@ def fla_chunk_kda(*tensors, **options):
     from fla.ops.kda import chunk_kda as fla
 
     return fla(*tensors, **options, safe_gate=options["lower_bound"] is not None)
+
+
+def six_steps(q, k, v, g, beta, **options):
+    """The forward that any call can take, where `chunk_kda` would choose two kernels."""
+    cu_seqlens = options.pop("cu_seqlens")
+    for name in ("use_qk_l2norm", "use_gate", "use_beta_sigmoid"):
+        options[name] = options.pop(f"{name}_in_kernel")
+    layout = chunk_layout(*q.shape[:2], 64, cu_seqlens)
+    scale = q.shape[-1] ** -0.5
+    return chunk_kda_fwd(q, k, v, g, beta, **options, scale=scale, layout=layout)[:2]
+
+
+def fla_decode(q, k, v, g, beta, pool, slots, **options):
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd as fla
+
+    out = torch.empty_like(v)
+    fla(q, k, v, g, beta, initial_state=pool, ssm_state_indices=slots, out=out, **options)
+    return out
 
 
 def stored_chunk_kda(*tensors, **options):
@@ -285,7 +306,11 @@ def row(case, mode, times, error, bytes=None, flops=None):
 
 CHUNKS = {"kda_edu chunk_kda": chunk_kda}
 RECORDS = {
-    "forward": (FORWARD, CHUNKS | {"fla chunk_kda": fla_chunk_kda}, measure),
+    "forward": (
+        FORWARD,
+        CHUNKS | {"kda_edu chunk_kda, six steps": six_steps, "fla chunk_kda": fla_chunk_kda},
+        measure,
+    ),
     "training": (
         TRAINING,
         CHUNKS | {"kda_edu chunk_kda, stored": stored_chunk_kda, "fla chunk_kda": fla_chunk_kda},
@@ -298,7 +323,10 @@ RECORDS = {
     ),
     "decode": (
         DECODE,
-        {"kda_edu fused_recurrent_kda_update": fused_recurrent_kda_update},
+        {
+            "kda_edu fused_recurrent_kda_update": fused_recurrent_kda_update,
+            "fla fused_recurrent_kda_fwd": fla_decode,
+        },
         measure_decode,
     ),
 }

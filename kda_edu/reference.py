@@ -316,28 +316,25 @@ def _scan_chunks(q, k, v, g, beta, state, chunk_size):
             break
         between = _segment_decay(g_c)  # [B, HV, C, C, K]: from after token j to token i
         from_start = g_c.cumsum(2).exp()  # [B, HV, C, K]: from before the chunk to token i
-        to_end = between[:, :, -1]  # [B, HV, C, K]: from after token j to the last token
+        decayed = between * k_c[:, :, None]  # [B, HV, C, C, K]: key j as token i finds it
 
-        kk = torch.einsum("bhid,bhjd,bhijd->bhij", k_c, k_c, between)
-        qk = torch.einsum("bhid,bhjd,bhijd->bhij", q_c, k_c, between)
+        # one product for both: k and q of token i with every decayed key; [B, HV, C, C] each
+        kk, qk = (decayed @ torch.stack([k_c, q_c], dim=-1)).unbind(-1)
         lower = torch.tril(beta_c[..., None] * kk, diagonal=-1)
-        system = lower + torch.eye(q_c.shape[2], dtype=q.dtype, device=q.device)
         rhs = beta_c[..., None] * (v_c - (from_start * k_c) @ state)
-        delta = torch.linalg.solve_triangular(system, rhs, upper=False)
+        delta = torch.linalg.solve_triangular(lower, rhs, upper=False, unitriangular=True)
 
-        outputs.append((from_start * q_c) @ state + qk @ delta)
-        state = from_start[:, :, -1, :, None] * state + (to_end * k_c).transpose(-1, -2) @ delta
+        outputs.append((from_start * q_c) @ state + torch.tril(qk) @ delta)
+        at_end = decayed[:, :, -1]  # [B, HV, C, K]
+        state = from_start[:, :, -1, :, None] * state + at_end.transpose(-1, -2) @ delta
     return torch.cat(outputs, dim=2) if outputs else torch.zeros_like(v), state
 
 
 def _segment_decay(g):
-    """exp of the sum of g over tokens j+1 .. i, and 0 for j > i. [B, HV, C, K] -> [.., C, C, K]."""
-    C = g.shape[2]
-    row = torch.arange(C, device=g.device)
+    """exp of the sum of g over tokens j+1 .. i, 1 for j >= i. [B, HV, C, K] -> [B, HV, C, C, K]."""
+    row = torch.arange(g.shape[2], device=g.device)
     later = (row[:, None] > row[None, :])[..., None]  # [C, C, 1]
-    sums = torch.where(later, g[:, :, :, None, :], 0.0).cumsum(2)
-    causal = (row[:, None] >= row[None, :])[..., None]
-    return torch.where(causal, sums, -float("inf")).exp()
+    return torch.where(later, g[:, :, :, None, :], 0.0).cumsum(2).exp()
 
 
 def _decay_free(q, v):

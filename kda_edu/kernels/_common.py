@@ -14,8 +14,17 @@ RCP_LN2 = 1.4426950408889634  # 1 / ln 2: natural-log gates times this feed exp2
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two >= n; tile sides must be powers of two."""
-    return triton.next_power_of_2(n)
+    """The smallest power of two >= n >= 1; tile sides must be powers of two.
+
+    Like `cdiv`, in plain Python: Triton's functions of that name also work inside a kernel, and
+    take several microseconds a call on the host.
+    """
+    return 1 << (n - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def key_tile(K: int) -> int:
@@ -44,6 +53,10 @@ def _backend() -> str:
     if triton.knobs.runtime.interpret:
         return "interpreter"
     return triton.runtime.driver.active.get_current_target().backend
+
+
+def is_nvidia() -> bool:
+    return _backend() == "cuda"
 
 
 def tile_budget() -> int:

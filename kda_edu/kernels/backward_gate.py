@@ -17,7 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ._common import gate_rate, key_tile, locate_chunk, log_decay, on_device_of_first_argument
+from ._common import (
+    cdiv,
+    gate_rate,
+    key_tile,
+    locate_chunk,
+    log_decay,
+    on_device_of_first_argument,
+)
 from .intra import BLOCK
 
 
@@ -112,7 +119,7 @@ def chunk_kda_bwd_gate(
     # rows that belong to no sequence have no gradient
     dg = torch.empty_like(g) if layout.covers else torch.zeros_like(g)
     BK = min(key_tile(K), 64)
-    tiles = triton.cdiv(K, BK)
+    tiles = cdiv(K, BK)
     parts = layout.rows * layout.NT
     make = torch.empty if dg.numel() > 0 else torch.zeros
     dA_log = d_bias = None

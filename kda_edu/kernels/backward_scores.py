@@ -19,8 +19,8 @@ import triton.language as tl
 
 from ._common import (
     as_rows,
-    channel_tile,
     dot_precision,
+    key_tile,
     locate_chunk,
     on_device_of_first_argument,
     operand,
@@ -162,7 +162,7 @@ def chunk_kda_bwd_dA(
             HV=HV,
             V=V,
             C=C,
-            BV=channel_tile(V, v.dtype),
+            BV=min(key_tile(V), 32 if v.dtype == torch.float32 else 128),
             PACKED=layout.chunks is not None,
             BETA_SIGMOID=use_beta_sigmoid,
             NEG_EIGVAL=allow_neg_eigval,

@@ -18,15 +18,17 @@ import triton
 import triton.language as tl
 
 from ._common import (
+    cdiv,
     decay_factor,
     dot_precision,
     key_tile,
+    next_power_of_2,
     on_device_of_first_argument,
     operand,
     tile_budget,
 )
 from .checks import KERNEL_DTYPES, check_sizes
-from .state import state_dtype
+from .state import load_last_gate, state_dtype
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -90,6 +92,9 @@ def chunk_kda_bwd_dhu_kernel(
     chunks = tl.cdiv(length, C)
     row = (start + (chunks - 1) * C) * HV + i_h
     p_dh = dh + ((first_chunk + chunks - 1) * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
+    # no product reads it from shared memory, so the compiler does not fetch it ahead: done here
+    left = tl.where(chunks > 0, length - (chunks - 1) * C, 0)
+    b_last = load_last_gate(G, G_residual, row, left, o_k, m_k, HV, K, C, RESIDUAL)
     for i in range(chunks):
         count = tl.minimum(length - (chunks - 1 - i) * C, C)
         m_t = o_t < count
@@ -97,6 +102,9 @@ def chunk_kda_bwd_dhu_kernel(
         tl.store(p_dh, b_operand, mask=m_vk)
         b_operand = operand(b_operand, PRECISION)
         p_dh -= HV * K * V
+        b_dS *= decay_factor(b_last)[None, :]
+        left = tl.where(i + 1 < chunks, C, 0)  # every chunk before the last is full
+        b_last = load_last_gate(G, G_residual, row - C * HV, left, o_k, m_k, HV, K, C, RESIDUAL)
 
         o_tk = row * K + o_t[:, None] * (HV * K) + o_k[None, :]
         m_tk = m_t[:, None] & m_k[None, :]
@@ -114,11 +122,6 @@ def chunk_kda_bwd_dhu_kernel(
         tl.store(dv + o_vt, b_dv, mask=m_vt)
         b_dv = operand(b_dv, PRECISION)
 
-        o_last = (row + (count - 1) * HV) * K + o_k
-        b_last = tl.load(G + o_last, mask=m_k, other=0.0)  # [BK]
-        if RESIDUAL:
-            b_last += tl.load(G_residual + o_last, mask=m_k, other=0.0)
-        b_dS *= decay_factor(b_last)[None, :]
         b_qg = tl.load(qg + o_tk, mask=m_tk, other=0.0).to(b_operand.dtype)  # [C, BK]
         b_dS += tl.dot(b_do.to(b_operand.dtype), b_qg, input_precision=PRECISION)
         b_w = tl.load(w + o_tk, mask=m_tk, other=0.0).to(b_operand.dtype)  # [C, BK]
@@ -180,7 +183,7 @@ def chunk_kda_bwd_dhu(
         d_initial_state = torch.empty(layout.N, HV, *sides, dtype=torch.float32, device=qg.device)
     tile = reverse_tile(layout.N * HV, K, V, C, qg.dtype)
     if layout.N > 0:
-        chunk_kda_bwd_dhu_kernel[(layout.N * HV * triton.cdiv(V, tile["BV"]),)](
+        chunk_kda_bwd_dhu_kernel[(layout.N * HV * cdiv(V, tile["BV"]),)](
             qg,
             kg,
             w,
@@ -220,7 +223,7 @@ def reverse_tile(chains, K, V, C, dtype) -> dict:
     wide = 64 if chains >= 48 and BK <= 128 else 32
     if dtype == torch.float32:  # three tf32 products hold three copies of each operand
         wide = 16 if BK == 256 else 32
-    BV = min(wide, max(16, triton.next_power_of_2(V)))
+    BV = min(wide, max(16, next_power_of_2(V)))
     num_warps = 8 if BK >= 128 else 4
     itemsize = 2 if dtype == torch.bfloat16 else 4
     stage = (3 * C * BK + BV * C) * itemsize + 4 * C * C

@@ -1,7 +1,9 @@
 """`chunk_kda`: Kimi Delta Attention over whole sequences, chunk by chunk.
 
 Here is what a caller meets: arguments, checks, gradients. The six steps of the forward pass are
-listed in forward.py, those of the backward in backward.py.
+listed in forward.py, those of the backward in backward.py; fused.py does the forward in two kernels
+where it can: bfloat16, K and V up to 128, a gate computed in the kernel with a lower bound of -5 or
+more, and no gradient asked for.
 """
 
 import torch
@@ -10,6 +12,7 @@ from ._common import autocast, forward_only
 from .autograd import chunk_kda_op
 from .checks import check_flags, check_kda
 from .forward import chunk_kda_fwd
+from .fused import CHUNK, fused_chunk_kda_fwd, serves
 from .sequences import chunk_layout
 
 # Set by the package's part for several GPUs, where there is one: this folder imports itself alone.
@@ -69,7 +72,7 @@ def chunk_kda(
             values are not read on the host: start at 0, never decrease, end at T.
         cu_seqlens_cpu: a copy on the CPU; its values are checked, and spare an upper bound.
         A_log, dt_bias: gate parameters, HV and HV * K numbers.
-        chunk_size: 16, 32 or 64.
+        chunk_size: 16, 32 or 64 tokens, of the six steps; it changes rounding, nothing else.
         cp_group: a ProcessGroup or 1-D DeviceMesh over whose ranks the tokens are split, see
             `kda_edu.distributed.context_parallel_kda`, which has to be imported first.
 
@@ -164,6 +167,10 @@ def chunk_kda(
         return o, final_state if output_final_state else None
 
     with torch.no_grad():
+        if not return_intermediate_states and serves(q, v, use_gate_in_kernel, lower_bound):
+            del options["use_gate"], options["chunk_size"]
+            layout = chunk_layout(shapes.B, shapes.T, CHUNK, cu_seqlens, cu_seqlens_cpu)
+            return fused_chunk_kda_fwd(*inputs, **options, layout=layout)
         layout = chunk_layout(shapes.B, shapes.T, chunk_size, cu_seqlens, cu_seqlens_cpu)
         o, final_state, _, sweep = chunk_kda_fwd(*inputs, **options, layout=layout)
     if not return_intermediate_states:

@@ -13,6 +13,7 @@ import triton.language as tl
 from ._autotune import autotune
 from ._common import (
     RCP_LN2,
+    cdiv,
     gate_rate,
     locate_chunk,
     log_decay,
@@ -145,7 +146,7 @@ def _launch(g, chunk_size, cu_seqlens, layout, residual, gate=None):
     )
 
     def grid(meta):
-        return layout.programs(HV), triton.cdiv(K, meta["BK"])
+        return layout.programs(HV), cdiv(K, meta["BK"])
 
     if G.numel() > 0:
         chunk_local_cumsum_kernel[grid](

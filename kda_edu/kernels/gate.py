@@ -13,6 +13,7 @@ import triton.language as tl
 from ._autotune import autotune
 from ._common import (
     as_rows,
+    cdiv,
     forward_only,
     gate_rate,
     log_decay,
@@ -120,7 +121,7 @@ def kda_gate_fwd(
     T = x.shape[0] * x.shape[1]
     BK = min(next_power_of_2(K), 128)
     if output.numel() > 0:
-        grid = lambda meta: (triton.cdiv(T, meta["BT"]), triton.cdiv(K, BK), HV)  # noqa: E731
+        grid = lambda meta: (cdiv(T, meta["BT"]), cdiv(K, BK), HV)  # noqa: E731
         kda_gate_fwd_kernel[grid](
             x,
             None if A_log is None else A_log.contiguous(),

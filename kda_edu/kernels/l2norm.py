@@ -11,6 +11,7 @@ import triton.language as tl
 from ._autotune import autotune
 from ._common import (
     as_rows,
+    cdiv,
     forward_only,
     next_power_of_2,
     on_device_of_first_argument,
@@ -99,7 +100,7 @@ def l2norm_fwd(x, eps=EPS, output_dtype=None):
     rows = as_rows(x if x.ndim == 4 else x.reshape(1, -1, 1, D))
     stride_token, stride_head = row_strides(rows)
     if rstd.numel() > 0:
-        grid = lambda meta: (triton.cdiv(rstd.numel(), meta["BT"]),)  # noqa: E731
+        grid = lambda meta: (cdiv(rstd.numel(), meta["BT"]),)  # noqa: E731
         l2norm_fwd_kernel[grid](
             rows,
             y,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ._common import (
     as_rows,
+    cdiv,
     channel_tile,
     dot_precision,
     key_tile,
@@ -151,7 +152,7 @@ def chunk_gla_fwd_o_gk(
     BK = min(key_tile(K), 32)
     stage = (C * BK + BK * BV) * h.element_size() + C * BK * q.element_size()
     if o.numel() > 0:
-        chunk_gla_fwd_o_gk_kernel[(layout.programs(HV) * triton.cdiv(V, BV),)](
+        chunk_gla_fwd_o_gk_kernel[(layout.programs(HV) * cdiv(V, BV),)](
             q,
             v_new,
             G,
@@ -178,6 +179,6 @@ def chunk_gla_fwd_o_gk(
             L2NORM=q_rstd is not None,
             PRECISION=dot_precision(q.dtype),
             num_warps=4,
-            num_stages=max(1, min(2, tile_budget() // stage)),
+            num_stages=max(1, min(3, tile_budget() // stage)),
         )
     return o

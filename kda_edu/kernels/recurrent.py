@@ -19,6 +19,7 @@ from ._common import (
     RCP_LN2,
     as_rows,
     autocast,
+    cdiv,
     decay_factor,
     gate_rate,
     log_decay,
@@ -310,7 +311,7 @@ def launch_recurrent(
     state = final_state if initial_state is None else initial_state
     BK = next_power_of_2(K)
     BV = _tile_width(N * HV, BK, V)
-    programs = triton.cdiv(V, BV) * HV * N
+    programs = cdiv(V, BV) * HV * N
     if programs == 0:
         return
     fused_recurrent_kda_kernel[(programs,)](

@@ -20,15 +20,38 @@ import triton
 import triton.language as tl
 
 from ._common import (
+    cdiv,
     decay_factor,
     dot_precision,
     key_tile,
+    next_power_of_2,
     on_device_of_first_argument,
     operand,
     tile_budget,
 )
 from .checks import KERNEL_DTYPES, Shapes, check_sizes, check_state
 from .sequences import chunk_layout
+
+
+@triton.jit
+def load_values(u, row, m_t, o_t, o_v, m_v, HV: tl.constexpr, V: tl.constexpr):
+    """u of the chunk that begins at `row`, transposed: [BV, C]."""
+    o_vt = row * V + o_v[:, None] + o_t[None, :] * (HV * V)
+    return tl.load(u + o_vt, mask=m_v[:, None] & m_t[None, :], other=0.0)
+
+
+@triton.jit
+def load_last_gate(
+    G, G_residual, row, left, o_k, m_k,
+    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """G at the last token [BK] of the chunk that begins at `row`, of which `left` tokens exist."""
+    o_last = (row + (tl.minimum(left, C) - 1).to(tl.int64) * HV) * K + o_k
+    m_last = m_k & (left > 0)
+    b_last = tl.load(G + o_last, mask=m_last, other=0.0)
+    if RESIDUAL:
+        b_last += tl.load(G_residual + o_last, mask=m_last, other=0.0)
+    return b_last
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -89,32 +112,33 @@ def chunk_gated_delta_rule_fwd_h_kda_kernel(
 
     p_h = h + (first_chunk * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
     row = start * HV + i_h
+    # what no product reads from shared memory is not fetched ahead by the compiler: done here
+    b_u = load_values(u, row, o_t < length, o_t, o_v, m_v, HV, V)
+    b_last = load_last_gate(G, G_residual, row, length, o_k, m_k, HV, K, C, RESIDUAL)
     for i_t in range(tl.cdiv(length, C)):
-        m_t = o_t < length - i_t * C
+        left = length - i_t * C
+        m_t = o_t < left
         b_operand = b_S.to(h.dtype.element_ty)
         tl.store(p_h, b_operand, mask=m_vk)
         b_operand = operand(b_operand, PRECISION)
         p_h += HV * K * V
+        b_v = b_u.to(tl.float32)  # [BV, C]
+        b_S *= decay_factor(b_last)[None, :]
+        next_row = row + C * HV
+        b_u = load_values(u, next_row, o_t < left - C, o_t, o_v, m_v, HV, V)
+        b_last = load_last_gate(G, G_residual, next_row, left - C, o_k, m_k, HV, K, C, RESIDUAL)
 
         o_tk = row * K + o_t * (HV * K)
-        o_vt = row * V + o_v[:, None] + o_t[None, :] * (HV * V)
-        m_vt = m_v[:, None] & m_t[None, :]
         p_w = w + o_tk[None, :] + o_k[:, None]
         b_w = tl.load(p_w, mask=m_k[:, None] & m_t[None, :], other=0.0)  # [BK, C]: w transposed
-        b_v = tl.load(u + o_vt, mask=m_vt, other=0.0).to(tl.float32)  # [BV, C]: u transposed
         b_v -= tl.dot(b_operand, b_w.to(b_operand.dtype), input_precision=PRECISION)
-        tl.store(v_new + o_vt, b_v.to(v_new.dtype.element_ty), mask=m_vt)
-
-        o_last = (row + (tl.minimum(length - i_t * C, C) - 1).to(tl.int64) * HV) * K + o_k
-        b_last = tl.load(G + o_last, mask=m_k, other=0.0)  # [BK]
-        if RESIDUAL:
-            b_last += tl.load(G_residual + o_last, mask=m_k, other=0.0)
+        o_vt = row * V + o_v[:, None] + o_t[None, :] * (HV * V)
+        tl.store(v_new + o_vt, b_v.to(v_new.dtype.element_ty), mask=m_v[:, None] & m_t[None, :])
         p_kg = kg + o_tk[:, None] + o_k[None, :]
         b_kg = tl.load(p_kg, mask=m_t[:, None] & m_k[None, :], other=0.0)  # [C, BK]
-        b_S *= decay_factor(b_last)[None, :]
         b_v = operand(b_v.to(b_operand.dtype), PRECISION)
         b_S += tl.dot(b_v, b_kg.to(b_v.dtype), input_precision=PRECISION)
-        row += C * HV
+        row = next_row
 
     if STORE_FINAL_STATE:
         tl.store(final_state + o_state, b_S, mask=m_vk)
@@ -178,7 +202,7 @@ def chunk_gated_delta_rule_fwd_h_kda(
         initial_state = initial_state.contiguous()
     tile = state_tile(layout.N * HV, K, V, C, kg.dtype)
     if layout.N > 0:
-        chunk_gated_delta_rule_fwd_h_kda_kernel[(layout.N * HV * triton.cdiv(V, tile["BV"]),)](
+        chunk_gated_delta_rule_fwd_h_kda_kernel[(layout.N * HV * cdiv(V, tile["BV"]),)](
             kg,
             w,
             u,
@@ -216,7 +240,7 @@ def state_tile(chains, K, V, C, dtype) -> dict:
     wide = 64 if chains >= 48 and BK <= 128 else 32
     if dtype == torch.float32:  # three tf32 products hold three copies of each operand
         wide = 16 if BK == 256 else 32
-    BV = min(wide, max(16, triton.next_power_of_2(V)))
+    BV = min(wide, max(16, next_power_of_2(V)))
     num_warps = 8 if dtype == torch.float32 and BK == 256 else 4
     itemsize = 2 if dtype == torch.bfloat16 else 4
     stage = (2 * C * BK + BV * C) * itemsize
