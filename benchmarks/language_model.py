@@ -77,7 +77,7 @@ def rounded(x, digits):
     )
 
 
-def record(folder):
+def record(folder, device):
     run = Run(folder)
     saved = torch.load(run.checkpoint, map_location="cpu", weights_only=True)
     settings, config = Settings(**saved["settings"]), KDAConfig(**saved["config"])
@@ -87,7 +87,7 @@ def record(folder):
     log, memory = run.read_log(), states(after, SENTENCE)
     return dict(
         name="language_model",
-        device="cpu",
+        device=device,
         python=platform.python_version(),
         torch=torch.__version__,
         settings=dataclasses.asdict(settings),
@@ -116,9 +116,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="the folder that training wrote")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--device", default="cpu", help="what it was trained on, for the record")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    text = json.dumps(record(a.run))
+    text = json.dumps(record(a.run, a.device))
     a.out.parent.mkdir(parents=True, exist_ok=True)
     a.out.write_text(text + "\n")
     print(f"{a.out}: {len(text) // 1000} kB")

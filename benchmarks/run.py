@@ -15,12 +15,15 @@ with the L2 cache flushed between calls.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 import triton.testing
+from triton.runtime.autotuner import Autotuner
 
 from kda_edu import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_update, reference
 from kda_edu.kernels.forward import chunk_kda_fwd
@@ -304,6 +307,24 @@ def row(case, mode, times, error, bytes=None, flops=None):
     )
 
 
+def compile_configurations_at_once():
+    """Triton's autotuner compiles one configuration at a time, which for a peer with hundreds of
+    them takes minutes. Compile those of a call side by side first; it times them as ever.
+    """
+    choose = Autotuner.prune_configs
+
+    def prune_configs(self, kwargs):
+        configs = choose(self, kwargs)
+        ahead = triton.AsyncCompileMode(ThreadPoolExecutor(), ignore_errors=True)
+        with contextlib.suppress(Exception), ahead:  # what fails here fails again where it is timed
+            for config in configs:
+                options = {**kwargs, **config.all_kwargs(), "warmup": True}
+                self.fn.run(*self.nargs.values(), **options)
+        return configs
+
+    Autotuner.prune_configs = prune_configs
+
+
 CHUNKS = {"kda_edu chunk_kda": chunk_kda}
 RECORDS = {
     "forward": (
@@ -368,6 +389,7 @@ def main():
         parser.error(f"expected records among {', '.join(RECORDS)}, got {', '.join(unknown)}")
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/run.py: no CUDA GPU here. Times of a CPU say nothing.")
+    compile_configurations_at_once()
     if arguments.ranks is not None:
         import context_parallel
 
