@@ -3,6 +3,8 @@
     python -m kda_edu.train --steps 300 --out run       4 minutes on one CPU core
     python benchmarks/language_model.py run             benchmarks/curves/language_model.json
 
+    python benchmarks/language_model.py run --short --device "NVIDIA H200" --out FILE
+
 The file holds the log, samples before and after training, and what the gates and one state do on
 a sentence, rounded. It stays far smaller than the checkpoint.
 """
@@ -77,15 +79,16 @@ def rounded(x, digits):
     )
 
 
-def record(folder, device):
+def record(folder, device, short=False):
+    """short: only the settings, the curves and the samples."""
     run = Run(folder)
     saved = torch.load(run.checkpoint, map_location="cpu", weights_only=True)
     settings, config = Settings(**saved["settings"]), KDAConfig(**saved["config"])
     torch.manual_seed(settings.seed)
     before = KDAForCausalLM(config).eval()  # as kda_edu.train began
     after = KDAForCausalLM.load(run.checkpoint).eval()
-    log, memory = run.read_log(), states(after, SENTENCE)
-    return dict(
+    log = run.read_log()
+    made = dict(
         name="language_model",
         device=device,
         python=platform.python_version(),
@@ -99,6 +102,14 @@ def record(folder, device):
         sampling=SAMPLE,
         sample_before=sample(before),
         sample_after=sample(after),
+    )
+    return made if short else made | of_a_sentence(before, after)
+
+
+def of_a_sentence(before, after):
+    """What the gates and one state do on SENTENCE."""
+    memory = states(after, SENTENCE)
+    return dict(
         sentence=SENTENCE,
         log_decay=rounded(gates(after, SENTENCE).mean(1), 6),  # [layers, HV, K]
         log_decay_before=rounded(gates(before, SENTENCE).mean(1), 6),
@@ -116,10 +127,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="the folder that training wrote")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--short", action="store_true", help="settings, curves and samples only")
     parser.add_argument("--device", default="cpu", help="what it was trained on, for the record")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    text = json.dumps(record(a.run, a.device))
+    text = json.dumps(record(a.run, a.device, a.short))
     a.out.parent.mkdir(parents=True, exist_ok=True)
     a.out.write_text(text + "\n")
     print(f"{a.out}: {len(text) // 1000} kB")

@@ -83,10 +83,11 @@ def l2norm():
 
 
 def chunk_bf16():
-    """Packed with the unbounded gate, rectangular with the bounded one."""
+    """Packed with the unbounded gate; both with the bounded one, which takes two kernels."""
     sizes = dict(H=2, HV=4, K=128, V=128, dtype=bf16)
     packed = make_inputs(cu_seqlens=[0, 3, 80], **sizes)._asdict()
     chunk_kda(**packed, **all_in_kernel(4, 128), output_final_state=True)
+    chunk_kda(**packed, **all_in_kernel(4, 128), lower_bound=-5.0)
     x = make_inputs(B=1, T=70, **sizes)._asdict() | dict(initial_state=None)
     chunk_kda(**x, **all_in_kernel(4, 128), lower_bound=-5.0, safe_gate=True)
 
