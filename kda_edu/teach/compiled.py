@@ -80,7 +80,7 @@ def _collect(kernel, parts):
             continue
         if isinstance(value, tl.constexpr):
             parts[name] = f"{name} = tl.constexpr({value.value!r})"
-        elif hasattr(value, "fn") and not inspect.getmodule(value.fn).__name__.startswith("triton"):
+        elif hasattr(value, "fn") and not value.fn.__module__.startswith("triton."):
             _collect(value, parts)
     parts[function.__name__] = inspect.getsource(function)
 

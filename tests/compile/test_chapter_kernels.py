@@ -209,6 +209,24 @@ def outputs(kernel):
     kernel[(2, 2, 2)](k, v, G, A, h, v, 38, 0.3, **sizes)
 
 
+def prepares(kernel):
+    """As the chapter checks it, and as it counts instructions."""
+    for dtype, P in ((torch.float32, "ieee"), (torch.bfloat16, "tf32")):
+        k, v, beta, A = (torch.zeros(1, 38, 2, *n, dtype=dtype) for n in ((20,), (24,), (), (16,)))
+        made = (k, k, k, v, A, f32(1, 3, 2, 20))
+        sizes = dict(HV=2, K=20, V=24, C=16, BK=32, BV=32, P=P)
+        kernel[(3, 2)](k, k, v, k, beta, *made, 38, 0.3, **sizes)
+
+
+def scan_with_outputs(kernel):
+    """In float32 and in bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        k, v, A = (torch.zeros(1, 38, 2, n, dtype=dtype) for n in (20, 24, 16))
+        states = f32(1, 2, 20, 24)
+        tensors = (k, k, k, v, A, f32(1, 3, 2, 20), states, v, states)
+        kernel[(2, 2)](*tensors, 38, HV=2, K=20, V=24, C=16, BK=32, BV=16)
+
+
 CASES = {
     "ch04_recurrent_kernel": {
         "copy_row_kernel": lambda kernel: kernel[(1,)](f32(16), f32(16), K=16),
@@ -267,6 +285,7 @@ CASES = {
         "reverse_kernel": reverse,
     },
     "ch13_real_inputs": {"packed_state_kernel": packed_scan},
+    "ch14_fast": {"prepare_kernel": prepares, "scan_kernel": scan_with_outputs},
 }
 
 
