@@ -28,7 +28,7 @@ INTERPRET = $(shell $(PY) -c "import torch; print(int(not torch.cuda.is_availabl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup book test notebooks check pdf bench mutate lock clean \
+.PHONY: help setup book test notebooks check pdf bench record mutate lock clean \
 	lint test-python test-compile test-fresh test-notebooks test-book
 
 help: ## print these lines
@@ -97,6 +97,9 @@ pdf: setup ## the book as book/_build/kda_edu.pdf; needs xelatex and latexmk
 bench: setup ## time the kernels, and peers, on this machine's GPU; writes benchmarks/results
 	"$(PY)" -m pip install -q $(PIP_ARGS) -c constraints.txt -e ".[bench]"
 	"$(PY)" benchmarks/run.py
+
+record: bench ## measure every recorded number anew, then run the chapters that show them
+	"$(MAKE)" notebooks CHAPTERS="$$(grep -lE 'records\.(find|load)' chapters/*.md | tr '\n' ' ')"
 
 mutate: setup ## flip every sign in the chapters' formulas; each flip must make its chapter fail
 	TRITON_INTERPRET=$(INTERPRET) "$(PY)" tools/mutate_chapters.py

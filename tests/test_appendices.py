@@ -2,6 +2,7 @@
 
 import ast
 import html
+import importlib
 import inspect
 import re
 import sys
@@ -171,34 +172,50 @@ def test_the_map_of_names_holds_every_kernel_and_no_other():
 
 # -- copying -----------------------------------------------------------------------------------
 
+COPYING = (BOOK / "copying.md").read_text()
+FOLDER = Path(kernels.__file__).parent
+
 
 def parts_to_copy():
     """The rows of the table of smaller parts: lists of file names."""
-    rows = re.findall(r"^\| .+ \| (`\w+\.py`.*) \|$", (BOOK / "copying.md").read_text(), re.M)
+    rows = re.findall(r"^\| .+ \| (`\w+\.py`.*) \|$", COPYING, re.M)
     return [re.findall(r"`(\w+\.py)`", row) for row in rows]
 
 
 @pytest.mark.parametrize("files", parts_to_copy(), ids=lambda files: files[0])
 def test_a_smaller_part_holds_what_it_imports_and_no_more(files):
-    folder = Path(kernels.__file__).parent
     needed, waiting = set(), [files[0], *(["l2norm.py"] if files[0] == "gate.py" else [])]
     while waiting:
         name = waiting.pop()
         if name not in needed:
             needed.add(name)
-            for node in ast.walk(ast.parse((folder / name).read_text())):
+            for node in ast.walk(ast.parse((FOLDER / name).read_text())):
                 if isinstance(node, ast.ImportFrom) and node.level == 1:
                     waiting.append(f"{node.module}.py")
     assert set(files) == needed
-    assert len(parts_to_copy()) == 2
+    assert len(parts_to_copy()) == 3
+
+
+def test_the_page_counts_what_is_tuned():
+    told = re.search(
+        r"the gate \((\d)\), its cumulated sum \((\d)\) and the norm \((\d)\)", COPYING
+    )
+    names = dict(gate="kda_gate_fwd", cumsum="chunk_local_cumsum", l2norm="l2norm_fwd")
+    modules = {n: importlib.import_module(f"{kernels.__name__}.{n}") for n in names}
+    tuned = [getattr(modules[n], f"{kernel}_kernel").every_config for n, kernel in names.items()]
+    assert [int(n) for n in told.groups()] == [len(configs) for configs in tuned]
+    wrapped = [path.name for path in FOLDER.glob("*.py") if "\n@autotune(" in path.read_text()]
+    assert sorted(wrapped) == ["cumsum.py", "gate.py", "l2norm.py"]
+    rules = re.search(r"in the functions (.*) and their like", COPYING)[1]
+    written = "".join(path.read_text() for path in FOLDER.glob("*.py"))
+    assert all(f"def {name}(" in written for name in re.findall(r"`(\w+)`", rules))
 
 
 def test_decoding_alone_needs_all_but_one_file():
-    folder = Path(kernels.__file__).parent
-    recurrent = ast.parse((folder / "recurrent.py").read_text())
+    recurrent = ast.parse((FOLDER / "recurrent.py").read_text())
     modules = {n.module for n in ast.walk(recurrent) if isinstance(n, ast.ImportFrom)}
     assert "autograd" in modules and "chunk" not in modules
-    others = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "chunk.py")]
+    others = [path for path in FOLDER.glob("*.py") if path.name not in ("__init__.py", "chunk.py")]
     assert not any("from .chunk import" in path.read_text() for path in others)
 
 
