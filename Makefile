@@ -6,6 +6,7 @@
 #   JOBS=8                      processes for the tests
 #   CHAPTERS=chapters/ch02*.md  what `make notebooks` runs
 #   CH=06                       the chapter that `make check` looks at
+#   REPOSITORY=https://...      make book: downloaded chapters begin with a cell that fetches it
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -53,7 +54,7 @@ $(READY): pyproject.toml constraints.txt
 
 book: setup ## build the book; prints the path of its landing page
 	@rm -rf book/_build
-	@"$(PY)" tools/build_book.py
+	@REPOSITORY="$(REPOSITORY)" "$(PY)" tools/build_book.py
 
 test: lint test-python test-compile test-fresh test-notebooks ## every check but the browser's
 	@echo
