@@ -244,3 +244,44 @@ def test_the_committed_records_are_valid():
     """All of them: a record that is refused must not lie in the repository."""
     for path in sorted(records.RESULTS.glob("*/*.json")):
         assert records.load(path.stem, gpu=path.parent.name)["name"] == path.stem
+
+
+# -- what the README says of speed -------------------------------------------------------------
+
+
+def of_fla(name, impl, key="median"):
+    """{case: our number over fla's}, of the cases that both were timed in."""
+    record = records.load(name)
+    ours = {row["case"]: row[key] for row in records.rows(record, impl=f"kda_edu {impl}")}
+    return {
+        row["case"]: ours[row["case"]] / row[key]
+        for row in record["rows"]
+        if row["impl"].startswith("fla") and row["case"] in ours
+    }
+
+
+@pytest.mark.parametrize(
+    "name, impl, cases, time, memory",
+    [
+        ("forward", "chunk_kda", 5, (0.38, 0.5), (0.4, 0.5)),
+        ("training", "chunk_kda, stored", 2, (0.75, 0.85), (0.65, 0.75)),
+        ("training", "chunk_kda", 2, (0.85, 1.05), (0.55, 0.65)),
+        ("decode", "fused_recurrent_kda_update", 4, (0.75, 1.035), None),
+    ],
+)
+def test_the_readme_compares_as_the_records_do(name, impl, cases, time, memory):
+    for key, limits in (("median", time), ("memory", memory)):
+        if limits is not None:
+            ratios = of_fla(name, impl, key)
+            assert len(ratios) == cases, ratios
+            assert all(limits[0] < ratio < limits[1] for ratio in ratios.values()), ratios
+
+
+def test_the_readme_says_where_the_peer_decodes_faster():
+    ratios = of_fla("decode", "fused_recurrent_kda_update")
+    assert {case: ratio > 1 for case, ratio in ratios.items()} == {
+        "B1 T1 H32": False,
+        "B8 T1 H32": False,
+        "B64 T1 H32": True,
+        "B256 T1 H32": True,
+    }
