@@ -16,6 +16,7 @@ with the L2 cache flushed between calls.
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,24 @@ def six_steps(q, k, v, g, beta, **options):
     layout = chunk_layout(*q.shape[:2], 64, cu_seqlens)
     scale = q.shape[-1] ** -0.5
     return chunk_kda_fwd(q, k, v, g, beta, **options, scale=scale, layout=layout)[:2]
+
+
+def flash_kda_fwd(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, lower_bound, cu_seqlens, **always
+):
+    """FlashKDA, which norms and takes the sigmoid always, and keeps the state with V first."""
+    import flash_kda
+
+    if lower_bound is None:
+        raise ValueError("lower_bound: FlashKDA expects one, got None")
+    H, K = q.shape[2:]
+    state = initial_state.mT.contiguous()
+    o, last = torch.empty_like(v), torch.empty_like(state)
+    flash_kda.fwd(
+        q, k, v, g, beta, K**-0.5, o, A_log, dt_bias.view(H, K), lower_bound,
+        initial_state=state, final_state=last, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return o, last.mT
 
 
 def fla_decode(q, k, v, g, beta, pool, slots, **options):
@@ -326,10 +345,13 @@ def compile_configurations_at_once():
 
 
 CHUNKS = {"kda_edu chunk_kda": chunk_kda}
+FORWARD_PEERS = {"fla chunk_kda": fla_chunk_kda}
+if importlib.util.find_spec("flash_kda"):  # no package registry has it
+    FORWARD_PEERS["FlashKDA fwd"] = flash_kda_fwd
 RECORDS = {
     "forward": (
         FORWARD,
-        CHUNKS | {"kda_edu chunk_kda, six steps": six_steps, "fla chunk_kda": fla_chunk_kda},
+        CHUNKS | {"kda_edu chunk_kda, six steps": six_steps} | FORWARD_PEERS,
         measure,
     ),
     "training": (
