@@ -6,6 +6,7 @@ import pytest
 import triton
 import triton.language as tl
 
+from kda_edu.teach import from_chapter
 from kda_edu.teach.compiled import instructions, ptx, source_with_needs
 
 FACTOR = tl.constexpr(3.5)
@@ -68,6 +69,20 @@ def test_a_kernel_of_a_notebook_cell_compiles():
     exec(compile(cell, "<cell>", "exec"), namespace)
     made = instructions(ptx(namespace["cell_kernel"], x="*bf16", y="*bf16"))
     assert "st.global.b16" in made
+
+
+first_row = from_chapter("ch10", "first_row")
+
+
+@triton.jit
+def row_kernel(y, T, HV: tl.constexpr):
+    tl.store(y, first_row(tl.program_id(0), tl.program_id(1), T, HV, 16))
+
+
+def test_a_function_of_an_earlier_chapter_comes_along():
+    """Its module cannot be imported: it is the cells of that chapter."""
+    assert "def first_row(" in source_with_needs(row_kernel)
+    assert "st.global.b64" in instructions(ptx(row_kernel, y="*i64", T="i32", HV=2, num_warps=1))
 
 
 @pytest.mark.parametrize(
