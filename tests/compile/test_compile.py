@@ -107,7 +107,7 @@ def with_gradients(x, **options):
 
 
 def backward_bf16():
-    """Packed, the unbounded gate, shared key heads; then many heads with both bounds of the gate."""
+    """Packed, the unbounded gate, shared key heads; then many heads, either way back."""
     x = make_inputs(cu_seqlens=[0, 3, 80], H=2, HV=4, K=128, V=128, dtype=bf16)._asdict()
     with_gradients(x, **all_in_kernel(4, 128))
     x = make_inputs(B=1, T=70, H=64, K=128, V=128, dtype=bf16)._asdict()
