@@ -170,7 +170,7 @@ def chunk_kda(
         if not return_intermediate_states and serves(q, v, use_gate_in_kernel, lower_bound):
             del options["use_gate"], options["chunk_size"]
             layout = chunk_layout(shapes.B, shapes.T, CHUNK, cu_seqlens, cu_seqlens_cpu)
-            return fused_chunk_kda_fwd(*inputs, **options, layout=layout)[:2]
+            return fused_chunk_kda_fwd(*inputs, **options, layout=layout)
         layout = chunk_layout(shapes.B, shapes.T, chunk_size, cu_seqlens, cu_seqlens_cpu)
         o, final_state, _, sweep = chunk_kda_fwd(*inputs, **options, layout=layout)
     if not return_intermediate_states:

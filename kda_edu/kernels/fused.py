@@ -1,4 +1,4 @@
-"""The forward in two kernels, for a gate bounded below by -5. The backward: fused_backward.py.
+"""The forward in two kernels, for inference with a gate bounded below by -5.
 
     prepare   all that happens within a chunk of 16 tokens, all chunks at once:
                   gate, its cumulated sum G, norms, write strength, both score matrices, the inverse
@@ -18,14 +18,13 @@ for every block of rows.
 
 The prepare pass keeps the arithmetic units busy, the scan waits most of its time, one product for
 the next. So a long sequence goes in segments: while one segment is scanned, on a stream of its own,
-the next is prepared. For a backward the states at the borders of the segments are kept.
+the next is prepared.
 
 Bytes per token and head (bf16, K = V = 128): prepare reads 6 K + 2 V + 2 and writes 6 K + 2 V + 32
 + K / 4, the scan reads that and writes 2 V: 3.5 KB in all, against 9.1 in six steps.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -48,7 +47,6 @@ from .l2norm import EPS, reciprocal_norm
 
 CHUNK = 16
 SEGMENT = 170  # chunks at least that are prepared before their scan begins
-SEGMENT_OF_TRAINING = 32  # and of a segment whose states the backward makes anew, all at once
 TO_LOG2 = tl.constexpr(RCP_LN2)
 SHIFT = tl.constexpr(58.0)  # half the range of G: rows and columns stay clear of 2^-126 and 2^128
 TWO_TO_SHIFT = tl.constexpr(2.0**58)
@@ -67,21 +65,16 @@ def fast_exp2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def fast_reciprocal(x, PTX: tl.constexpr):
-    """1 / x, to about 2^-22."""
-    if PTX:
-        y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        y = 1.0 / x
-    return y
-
-
-@triton.jit
 def fast_sigmoid(x, PTX: tl.constexpr):
     """1 / (1 + 2^-x), to about 2^-22."""
-    return fast_reciprocal(1.0 + fast_exp2(-x, PTX), PTX)
+    y = 1.0 + fast_exp2(-x, PTX)
+    if PTX:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = 1.0 / y
+    return y
 
 
 @triton.jit
@@ -110,55 +103,12 @@ def invert_unit_lower(b_N, C: tl.constexpr):
     return b_X
 
 
-@triton.jit
-def load_gate_input(
-    g, dt_bias, start, i_h, o_t, o_k, m_k, m_tk, stride_g, stride_gh, K: tl.constexpr
-):
-    """The raw gate of a chunk plus its bias, [C, BK]."""
-    p_g = g + start * stride_g + i_h.to(tl.int64) * stride_gh
-    b_y = tl.load(p_g + o_t[:, None] * stride_g + o_k[None, :], mask=m_tk, other=0.0)
-    b_y = b_y.to(tl.float32)
-    if dt_bias is not None:
-        b_y += tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-    return b_y
-
-
-@triton.jit
-def locate_segment(
-    i_n, cu_seqlens, chunk_offsets, first, last, T, NT, C: tl.constexpr, PACKED: tl.constexpr
-):
-    """What of sequence i_n lies in a segment: chunks first to last of each sequence or, packed,
-    rows first to last of the table of chunks.
-
-    (first token, tokens from it to the end of the sequence, first row of (chunk) arrays, number of
-    chunks, whether the sequence begins here, whether it ends here)
-    """
-    if PACKED:
-        begin_row = tl.load(chunk_offsets + i_n)
-        end_row = tl.load(chunk_offsets + i_n + 1)
-        begin = tl.maximum(begin_row, first)
-        end = tl.maximum(tl.minimum(end_row, last), begin)
-        begins, ends = begin == begin_row, end == end_row
-        start = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start).to(tl.int32)
-        start += (begin - begin_row).to(tl.int64) * C
-        length -= (begin - begin_row) * C
-        part = begin.to(tl.int64)
-    else:
-        begin, end = first, last
-        begins, ends = first == 0, last == NT
-        start = i_n * T + first * C
-        length = T - first * C
-        part = i_n * NT + first
-    return start, length, part, end - begin, begins, ends
-
-
 @triton.jit(do_not_specialize=["T", "first"])
 def prepare_kernel(
     # inputs
     q, k, v, g, beta, A_log, dt_bias,
     # outputs
-    qd, kr, w, u, A_qk, decay, A_inv,
+    qd, kr, w, u, A_qk, decay,
     # sizes
     chunks, first, T, NT, scale, eps, lower_bound, BHV,
     stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_g, stride_gh,
@@ -179,8 +129,12 @@ def prepare_kernel(
     m_tk, m_tv = m_t[:, None] & m_k[None, :], m_t[:, None] & (o_v < V)[None, :]
     part = (i_b.to(tl.int64) * NT + i_t) * HV + i_h  # of (chunk, head)
 
-    b_y = load_gate_input(g, dt_bias, start, i_h, o_t, o_k, m_k, m_tk, stride_g, stride_gh, K)
-    b_g = fast_sigmoid(b_y * (gate_rate(A_log, i_h) * TO_LOG2), PTX) * (lower_bound * TO_LOG2)
+    p_g = g + start * stride_g + i_h.to(tl.int64) * stride_gh
+    b_g = tl.load(p_g + o_t[:, None] * stride_g + o_k[None, :], mask=m_tk, other=0.0)
+    b_g = b_g.to(tl.float32)
+    if dt_bias is not None:
+        b_g += tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+    b_g = fast_sigmoid(b_g * (gate_rate(A_log, i_h) * TO_LOG2), PTX) * (lower_bound * TO_LOG2)
     b_g = tl.where(m_tk, b_g, 0.0)
     b_G = tl.cumsum(b_g, axis=0) + SHIFT
     b_last = fast_exp2(tl.sum(b_g, axis=0), PTX)  # [BK]
@@ -212,10 +166,7 @@ def prepare_kernel(
     b_beta = tl.load(beta + (start + o_t) * HV + i_h, mask=m_t, other=0.0).to(tl.float32)
     b_beta = write_strength(b_beta, BETA_SIGMOID, NEG_EIGVAL)
     b_kk = tl.where(o_t[:, None] > o_t[None, :], b_kk * b_beta[:, None], 0.0)
-    b_X = invert_unit_lower(b_kk, C)
-    if A_inv is not None:
-        tl.store(A_inv + o_a, b_X, mask=m_t[:, None])
-    b_X *= b_beta[None, :]
+    b_X = invert_unit_lower(b_kk, C) * b_beta[None, :]
     b_w = product(b_X / TWO_TO_SHIFT, b_kd)
     tl.store(w + o_out, b_w.to(w.dtype.element_ty), mask=m_tk)
     p_v = v + start * stride_v + i_h.to(tl.int64) * stride_vh
@@ -228,9 +179,9 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["T", "first", "last"])
 def scan_kernel(
     # inputs
-    qd, kr, w, u, A_qk, decay, initial_state, state_in,
+    qd, kr, w, u, A_qk, decay, initial_state,
     # outputs
-    o, final_state, state_out, h, v_new,
+    o, final_state,
     # sizes
     cu_seqlens, chunk_offsets, first, last, T, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -238,15 +189,18 @@ def scan_kernel(
     # options
     PACKED: tl.constexpr, STATE_V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One segment. state_in, state_out: states of sequences that go on across its borders."""
+    """Chunks `first` to `last` of each sequence, the last excluded."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_n, i_h = (i_nh // HV).to(tl.int64), i_nh % HV
-    start, length, part, chunks, begins, ends = locate_segment(
-        i_n, cu_seqlens, chunk_offsets, first, last, T, NT, C, PACKED
-    )
-    if (chunks == 0) & ((begins & ends) == 0):  # the sequence lies elsewhere
-        return
+    if PACKED:
+        start = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start).to(tl.int32)
+        part = tl.load(chunk_offsets + i_n).to(tl.int64)
+    else:
+        start = i_n * T + first * C
+        length = T - first * C
+        part = i_n * NT + first
     o_k, o_v, o_t = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     m_k, m_v = o_k < K, o_v < V
     m_vk = m_v[:, None] & m_k[None, :]
@@ -254,36 +208,25 @@ def scan_kernel(
         o_state = (i_n * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
     else:
         o_state = (i_n * HV + i_h) * (K * V) + o_v[:, None] + o_k[None, :] * V
-    i_row = i_n * 0 if PACKED else i_n  # one sequence of a packed row crosses a border
-    o_border = (i_row * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
 
     b_S = tl.zeros([BV, BK], dtype=tl.float32)  # the state, transposed
     if initial_state is not None:
-        b_S += tl.load(initial_state + o_state, mask=m_vk & begins, other=0.0)
-    if state_in is not None:
-        b_S += tl.load(state_in + o_border, mask=m_vk & (begins == 0), other=0.0)
+        b_S += tl.load(initial_state + o_state, mask=m_vk, other=0.0)
     row = start * HV + i_h
     p_w = w + row * K + o_k[:, None] + o_t[None, :] * (HV * K)  # transposed
     p_qd = qd + row * K + o_k[:, None] + o_t[None, :] * (HV * K)  # transposed
     p_kr = kr + row * K + o_t[:, None] * (HV * K) + o_k[None, :]
     p_A = A_qk + row * C + o_t[:, None] + o_t[None, :] * (HV * C)  # transposed
     o_vt = row * V + o_v[:, None] + o_t[None, :] * (HV * V)
-    p_u = u + o_vt
+    p_u, p_o = u + o_vt, o + o_vt
     p_decay = decay + (part * HV + i_h) * K + o_k
-    if o is not None:
-        p_o = o + o_vt
-    if h is not None:  # rows of the segment alone
-        part -= first if PACKED else first + i_n * (NT - (last - first))
-        p_h = h + (part * HV + i_h) * (K * V) + o_v[:, None] * K + o_k[None, :]
-        p_new = v_new + o_vt
     # what no product reads from shared memory is not fetched ahead by the compiler: done here
     b_u = tl.load(p_u, mask=m_v[:, None] & (o_t < length)[None, :], other=0.0)
     b_decay = tl.load(p_decay, mask=m_k & (length > 0), other=0.0)
-    for i_t in range(chunks):
+    for i_t in range(tl.minimum(tl.cdiv(length, C), last - first)):
         left = length - i_t * C
         m_t = o_t < left
         m_kt = m_k[:, None] & m_t[None, :]
-        m_vt = m_v[:, None] & m_t[None, :]
         b_S16 = b_S.to(qd.dtype.element_ty)
         b_S *= b_decay[None, :]
         b_v = b_u.to(tl.float32)
@@ -294,146 +237,75 @@ def scan_kernel(
 
         b_v -= tl.dot(b_S16, tl.load(p_w, mask=m_kt, other=0.0))
         b_v = b_v.to(qd.dtype.element_ty)  # v', [BV, C]
-        if o is not None:
-            b_o = tl.dot(b_S16, tl.load(p_qd, mask=m_kt, other=0.0))
-            b_A = tl.load(p_A, mask=m_t[:, None] & m_t[None, :], other=0.0)
-            b_o += tl.dot(b_v, b_A)
-            tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_vt)
-            p_qd += C * HV * K
-            p_A += C * HV * C
-            p_o += C * HV * V
-        if h is not None:
-            tl.store(p_h, b_S16, mask=m_vk)
-            tl.store(p_new, b_v, mask=m_vt)
-            p_h += HV * K * V
-            p_new += C * HV * V
+        b_o = tl.dot(b_S16, tl.load(p_qd, mask=m_kt, other=0.0))
+        b_A = tl.load(p_A, mask=m_t[:, None] & m_t[None, :], other=0.0)
+        b_o += tl.dot(b_v, b_A)
+        tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v[:, None] & m_t[None, :])
         b_S += tl.dot(b_v, tl.load(p_kr, mask=m_t[:, None] & m_k[None, :], other=0.0))
         p_w += C * HV * K
+        p_qd += C * HV * K
         p_kr += C * HV * K
+        p_A += C * HV * C
+        p_o += C * HV * V
 
     if final_state is not None:
-        tl.store(final_state + o_state, b_S, mask=m_vk & ends)
-    if state_out is not None:
-        tl.store(state_out + o_border, b_S, mask=m_vk & (ends == 0))
-
-
-class Prepared(NamedTuple):
-    """What prepare leaves: qd, kr, w [B, T, HV, K], u [B, T, HV, V], A_qk [B, T, HV, 16] in q's
-    dtype, decay = 2^G_last float32 [rows * NT, HV, K]; and for a backward A_inv float32
-    [B, T, HV, 16], else None.
-    """
-
-    qd: torch.Tensor
-    kr: torch.Tensor
-    w: torch.Tensor
-    u: torch.Tensor
-    A_qk: torch.Tensor
-    decay: torch.Tensor
-    A_inv: torch.Tensor | None
-
-
-def preparation(
-    q, k, v, g, beta, A_log, dt_bias, *, scale, lower_bound, layout, use_qk_l2norm,
-    use_beta_sigmoid, allow_neg_eigval, with_inverse=False,
-):  # fmt: skip
-    """(Prepared, still empty; a function of (first, last) that fills these chunks)."""
-    B, T, H, K = q.shape
-    HV, V, C = v.shape[2], v.shape[3], CHUNK
-    q, k, v, g, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(g), beta.contiguous()
-    A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
-    like_q = dict(dtype=q.dtype, device=q.device)
-    wide = dict(dtype=torch.float32, device=q.device)
-    made = Prepared(
-        *(torch.empty(B, T, HV, K, **like_q) for _ in range(3)),
-        torch.empty(B, T, HV, V, **like_q),
-        torch.empty(B, T, HV, C, **like_q),
-        torch.empty(layout.rows * layout.NT, HV, K, **wide),
-        torch.empty(B, T, HV, C, **wide) if with_inverse else None,
-    )
-    strides = (*row_strides(q), *row_strides(k), *row_strides(v), *row_strides(g))
-    ptx = is_nvidia()
-
-    def prepare(first, last):
-        prepare_kernel[((last - first) * layout.rows * HV,)](
-            q, k, v, g, beta, A_log, dt_bias, *made,
-            layout.chunks, first, T, layout.NT, scale, EPS, lower_bound, layout.rows * HV,
-            *strides, H=H, HV=HV, K=K, V=V, C=C, BK=key_tile(K), BV=key_tile(V),
-            PACKED=layout.chunks is not None, L2NORM=use_qk_l2norm,
-            BETA_SIGMOID=use_beta_sigmoid, NEG_EIGVAL=allow_neg_eigval,
-            PTX=ptx, num_warps=2, num_stages=1, **(dict(maxnreg=128) if ptx else {}),
-        )  # fmt: skip
-
-    return made, prepare
-
-
-def scan_segment(
-    made, first, last, layout, initial_state, state_in, *, o=None, final_state=None,
-    state_out=None, h=None, v_new=None, state_v_first=False,
-):  # fmt: skip
-    """Launches the scan of one segment, see the kernel. Outputs that are None are not made."""
-    _, T, HV, K = made.qd.shape
-    V = made.u.shape[-1]
-    tile = scan_tile(V)
-    scan_kernel[(layout.N * HV * cdiv(V, tile["BV"]),)](
-        *made[:-1], initial_state, state_in, o, final_state, state_out, h, v_new,
-        layout.cu_seqlens, layout.offsets, first, last, T, layout.NT,
-        HV=HV, K=K, V=V, C=CHUNK, BK=key_tile(K), PACKED=layout.chunks is not None,
-        STATE_V_FIRST=state_v_first, **tile,
-    )  # fmt: skip
+        tl.store(final_state + o_state, b_S, mask=m_vk)
 
 
 @on_device_of_first_argument
 def fused_chunk_kda_fwd(
     q, k, v, g, beta, A_log=None, dt_bias=None, initial_state=None, *, scale, lower_bound, layout,
     output_final_state=False, use_qk_l2norm=False, use_beta_sigmoid=False, allow_neg_eigval=False,
-    state_v_first=False, keep_borders=False,
+    state_v_first=False,
 ):  # fmt: skip
     """The two kernels, on what `serves` accepts. Arguments as in `chunk_kda`, already checked.
 
     layout: the `ChunkLayout` of the call, in chunks of `CHUNK` tokens.
-    keep_borders: for a backward; segments are then shorter.
 
     Returns:
-        (o, final_state or None, Prepared, borders): borders the states between segments, float32
-        [segments - 1, rows, HV, V, K], without `keep_borders` the last two alone; None if there is
-        one segment.
+        (o, final_state or None).
     """
-    HV, V, K = v.shape[2], v.shape[3], q.shape[-1]
-    made, prepare = preparation(
-        q, k, v, g, beta, A_log, dt_bias, scale=scale, lower_bound=lower_bound, layout=layout,
-        use_qk_l2norm=use_qk_l2norm, use_beta_sigmoid=use_beta_sigmoid,
-        allow_neg_eigval=allow_neg_eigval, with_inverse=keep_borders,
-    )  # fmt: skip
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
+    B, T, H, K = q.shape
+    HV, V, C = v.shape[2], v.shape[3], CHUNK
+    q, k, v, g, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(g), beta.contiguous()
+    A_log, dt_bias, initial_state = (
+        None if x is None else x.contiguous() for x in (A_log, dt_bias, initial_state)
+    )
+    qd, kr, w = torch.empty(3, B, T, HV, K, dtype=q.dtype, device=q.device)
+    u = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    A_qk = torch.empty(B, T, HV, C, dtype=q.dtype, device=q.device)
+    decay = torch.empty(layout.rows * layout.NT, HV, K, dtype=torch.float32, device=q.device)
     # rows that belong to no sequence are zero
-    o = torch.empty_like(made.u) if layout.covers else torch.zeros_like(made.u)
-    wide = dict(dtype=torch.float32, device=q.device)
-    final_state = None
-    if output_final_state:
+    o = torch.empty_like(u) if layout.covers else torch.zeros_like(u)
+    borders = segment_borders(layout)
+    state = None
+    if output_final_state or len(borders) > 2:
         sides = (V, K) if state_v_first else (K, V)
-        final_state = torch.empty(layout.N, HV, *sides, **wide)
-    segments = segments_of(layout.NT, SEGMENT_OF_TRAINING if keep_borders else SEGMENT)
-    # two slots in turn: while one sequence reads its state at a border, another writes at the next
-    kept = len(segments) - 1 if keep_borders else min(2, len(segments) - 1)
-    borders = torch.empty(kept, layout.rows, HV, V, K, **wide) if kept > 0 else None
+        state = torch.empty(layout.N, HV, *sides, dtype=torch.float32, device=q.device)
+    sizes = dict(HV=HV, K=K, V=V, C=C, BK=key_tile(K), PACKED=layout.chunks is not None)
+    strides = (*row_strides(q), *row_strides(k), *row_strides(v), *row_strides(g))
+    ptx = is_nvidia()
+    tile = scan_tile(V)
 
-    def border(i):
-        """Room for the states between segments i and i + 1."""
-        if not 0 <= i < len(segments) - 1:
-            return None
-        return borders[i % kept]
+    def prepare(first, last):
+        prepare_kernel[((last - first) * layout.rows * HV,)](
+            q, k, v, g, beta, A_log, dt_bias, qd, kr, w, u, A_qk, decay,
+            layout.chunks, first, T, layout.NT, scale, EPS, lower_bound, layout.rows * HV,
+            *strides, H=H, BV=key_tile(V), **sizes,
+            L2NORM=use_qk_l2norm, BETA_SIGMOID=use_beta_sigmoid, NEG_EIGVAL=allow_neg_eigval,
+            PTX=ptx, num_warps=2, num_stages=1, **(dict(maxnreg=128) if ptx else {}),
+        )  # fmt: skip
 
     def scan(first, last):
-        i = segments.index((first, last))
-        scan_segment(
-            made, first, last, layout, initial_state, border(i - 1), o=o,
-            final_state=final_state, state_out=border(i), state_v_first=state_v_first,
+        scan_kernel[(layout.N * HV * cdiv(V, tile["BV"]),)](
+            qd, kr, w, u, A_qk, decay, initial_state if first == 0 else state, o, state,
+            layout.cu_seqlens, layout.offsets, first, last, T, layout.NT,
+            **sizes, STATE_V_FIRST=state_v_first, **tile,
         )  # fmt: skip
 
     if layout.N * HV * V > 0:
-        run_overlapped(prepare, scan, segments, q.device)
-    return o, final_state, made, borders
+        run_overlapped(prepare, scan, borders, q.device)
+    return o, state if output_final_state else None
 
 
 def serves(q, v, use_gate, lower_bound) -> bool:
@@ -442,23 +314,20 @@ def serves(q, v, use_gate, lower_bound) -> bool:
     return is_bounded(use_gate, lower_bound) and q.dtype == torch.bfloat16 and narrow
 
 
-def segment_count(NT, least):
-    """At most 8 segments, of `least` chunks or more. NT may be symbolic."""
-    return torch.sym_min(8, torch.sym_max(1, NT // least))
+def segment_borders(layout) -> list[int]:
+    """Chunks at which a batch is cut. Packed sequences are not: a cut would go across them."""
+    pieces = 1
+    if layout.chunks is None:
+        pieces = min(8, max(1, layout.NT // SEGMENT))
+    return [layout.NT * i // pieces for i in range(pieces + 1)]
 
 
-def segments_of(NT, least) -> list[tuple[int, int]]:
-    """(first chunk, last chunk + 1) of each segment; packed, rows of the table of chunks."""
-    count = segment_count(NT, least)
-    borders = [NT * i // count for i in range(count + 1)]
-    return list(zip(borders[:-1], borders[1:], strict=True))
-
-
-def run_overlapped(prepare, scan, segments, device):
-    """prepare(first, last), then scan(first, last), for each segment.
+def run_overlapped(prepare, scan, borders, device):
+    """prepare(first, last), then scan(first, last), for each segment between two borders.
 
     With several segments the scans run on a stream of their own, beside the next segment's prepare.
     """
+    segments = list(zip(borders[:-1], borders[1:], strict=True))
     if len(segments) == 1 or device.type != "cuda":
         for segment in segments:
             prepare(*segment)

@@ -427,9 +427,7 @@ def _differentiate(ctx, do, d_final_state):
     options = (*options, 16 if tensors[0].shape[1] <= 16 else 64)
     with torch.no_grad():
         made = chunk_kda_op(*tensors, None, scale, False, l2norm, *options, False)
-    gradients = chunk_kda_bwd_op(
-        *tensors, None, do, d_final_state, made[2:], scale, l2norm, *options
-    )
+    gradients = chunk_kda_bwd_op(*tensors, None, do, d_final_state, made[2:], scale, *options)
     return only_of_tensors(tensors[:8], gradients) + (None,) * 9
 
 

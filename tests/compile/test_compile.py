@@ -107,12 +107,11 @@ def with_gradients(x, **options):
 
 
 def backward_bf16():
-    """Packed, the unbounded gate, shared key heads; then many heads, either way back."""
+    """Packed, the unbounded gate, shared key heads; then many heads with the bounded gate."""
     x = make_inputs(cu_seqlens=[0, 3, 80], H=2, HV=4, K=128, V=128, dtype=bf16)._asdict()
     with_gradients(x, **all_in_kernel(4, 128))
     x = make_inputs(B=1, T=70, H=64, K=128, V=128, dtype=bf16)._asdict()
     with_gradients(x, **all_in_kernel(64, 128), lower_bound=-5.0)
-    with_gradients(x, **all_in_kernel(64, 128), lower_bound=-6.0)
 
 
 def backward_fp32():
@@ -138,8 +137,6 @@ MAX_STACK_OF = {
     "solve_tril_kda_kernel": 256,
     "chunk_kda_bwd_dhu_kernel": 640,  # with tiles of 64 columns on an A100, and in float32
     "chunk_kda_bwd_dA_kernel": 512,  # in float32 on an A100
-    "reverse_scan_kernel": 128,  # on an A100
-    "gradient_kernel": 384,
     "chunk_kda_bwd_dqk_kernel": 768,  # eight warps would not spill, and take 1.4 times as long
 }
 

@@ -13,7 +13,6 @@ from kda_edu.kernels._autotune import autotune
 
 CONFIGS = [triton.Config({"BLOCK": block}, num_warps=4) for block in (16, 32, 64)]
 interpreting = triton.knobs.runtime.interpret
-first_only = interpreting or os.environ.get("KDA_AUTOTUNE") == "0"
 
 
 @autotune(configs=CONFIGS, key=["n"])
@@ -37,13 +36,13 @@ def launch(n, device):
 def test_a_kernel_with_several_configurations_runs(n, device):
     chosen = {block + 1000 * 2 * block for block in (16, 32, 64)}
     assert launch(n, device) in chosen
-    if first_only:
-        assert launch(n, device) == 16 + 32000  # nothing is timed
+    if interpreting:
+        assert launch(n, device) == 16 + 32000  # the first: nothing can be timed
 
 
 def test_every_configuration_is_listed_and_can_be_chosen(device, monkeypatch):
     assert kernel.every_config == CONFIGS
-    assert kernel.configs == (CONFIGS[:1] if first_only else CONFIGS)
+    assert kernel.configs == (CONFIGS[:1] if interpreting else CONFIGS)
     for config in kernel.every_config:
         monkeypatch.setattr(kernel, "configs", [config])
         block = config.kwargs["BLOCK"]
@@ -62,35 +61,6 @@ def test_options_are_passed_on():
 
 def _body(x, BLOCK: tl.constexpr):
     pass
-
-
-@pytest.fixture
-def compiling():
-    """Decorators as they are without the interpreter. Nothing is launched, so no GPU is needed."""
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = False
-        yield
-
-
-def configs_with(value, monkeypatch):
-    """What a kernel chooses among that is made with this KDA_AUTOTUNE; None: unset."""
-    monkeypatch.delenv("KDA_AUTOTUNE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("KDA_AUTOTUNE", value)
-    made = autotune(CONFIGS, key=[])(triton.jit(_body))
-    assert made.every_config == CONFIGS
-    return made.configs
-
-
-def test_the_switch_leaves_one_configuration(compiling, monkeypatch):
-    assert configs_with(None, monkeypatch) == configs_with("1", monkeypatch) == CONFIGS
-    assert configs_with("0", monkeypatch) == CONFIGS[:1]  # Triton times nothing for one
-
-
-@pytest.mark.parametrize("value", ["", "2", "no"])
-def test_a_switch_that_is_neither_on_nor_off(value, monkeypatch):
-    with pytest.raises(ValueError, match=f"KDA_AUTOTUNE: expected 0 or 1, got '{value}'"):
-        configs_with(value, monkeypatch)
 
 
 WITHOUT_THE_WRAPPER = """
